@@ -32,8 +32,8 @@ use nix::{
 use serde::Serialize;
 use serde_json::{Value, json};
 
-/// Number of servers at any moment.
-const SERVERS: usize = 3;
+/// Least number of servers at any moment.
+const SERVERS_MIN: usize = 3;
 /// Number of threads that write and check.
 const THREADS: usize = 2;
 const PAGE_BYTES: u64 = 16 << 10;
@@ -50,7 +50,7 @@ pub(crate) struct ChaosOptions {
     /// kind]
     #[arg(long, value_name = "N", default_value_t = 2.0)]
     pub(crate) minutes: f64,
-    /// Copies of each page on different servers
+    /// Protection of pages: copies=2, parity=4+1, ... As many servers are started, and 3 at least
     #[arg(long, default_value_t = Redundancy::Copies(2))]
     pub(crate) redundancy: Redundancy,
     /// Fabric to the servers
@@ -132,7 +132,8 @@ fn measure(options: &ChaosOptions) -> Result<Report> {
     );
     let size_bytes: u64 = if options.run.smoke { 8 << 20 } else { 96 << 20 };
     let budget_bytes = size_bytes / 4;
-    let mut servers = Servers::start(options.fabric, 2 * size_bytes + (64 << 20))?;
+    let count = options.redundancy.servers().max(SERVERS_MIN);
+    let mut servers = Servers::start(count, options.fabric, 2 * size_bytes + (64 << 20))?;
     ensure_room(5 * size_bytes, false)?;
     let builder = Runtime::builder()
         .budget(ByteSize::b(budget_bytes))
@@ -173,7 +174,7 @@ fn measure(options: &ChaosOptions) -> Result<Report> {
         config: json!({
             "fabric": options.fabric,
             "redundancy": options.redundancy.to_string(),
-            "servers": SERVERS,
+            "servers": options.redundancy.servers().max(SERVERS_MIN),
             "minutes": options.minutes,
             "seed": options.seed,
             "smoke": options.run.smoke,
@@ -237,14 +238,14 @@ struct Servers {
 }
 
 impl Servers {
-    fn start(fabric: Fabric, capacity_bytes: u64) -> Result<Self> {
+    fn start(count: usize, fabric: Fabric, capacity_bytes: u64) -> Result<Self> {
         let mut servers = Self {
             fabric,
             capacity_bytes,
             running: Vec::new(),
             started: 0,
         };
-        for _ in 0..SERVERS {
+        for _ in 0..count {
             let server = servers.one_more()?;
             servers.running.push(server);
         }

@@ -70,7 +70,7 @@ impl<'a> Arena<'a> {
         let capacity_bytes = paging.size_bytes().saturating_mul(2);
         let capacity_bytes = capacity_bytes.saturating_add(256 << 20);
         let server = MemoryServer::start(&common.at, capacity_bytes)?;
-        let others = (1..paging.redundancy.copies())
+        let others = (1..paging.redundancy.servers())
             .map(|number| MemoryServer::another(common.at.fabric, capacity_bytes, number))
             .collect::<Result<Vec<_>>>()?;
         let mut builder = Runtime::builder()

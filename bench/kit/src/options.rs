@@ -129,7 +129,8 @@ pub struct Paging {
     /// Compression of pages on their way: raw, lz4, shuffle, zfp:accuracy=1e-6, ...
     #[arg(long, default_value_t = Codec::Raw)]
     pub codec: Codec,
-    /// Copies of each page on different servers: none, copies=2, ... As many servers are started
+    /// Protection against dying servers: none, copies=2, parity=4+1, ... As many servers are
+    /// started
     #[arg(long, default_value_t = Redundancy::None, conflicts_with = "server")]
     pub redundancy: Redundancy,
     /// Initial contents of the arrays.

@@ -225,7 +225,7 @@ typedef struct farpage_region_options {
    */
   uint32_t no_direct_io;
   /**
-   * Copies of each page, as in the runtime's options. Default: those of the runtime for a region
+   * Protection of pages, as in the runtime's options. Default: those of the runtime for a region
    * without a name, and "none" for one with a name, which is refused with more. Not for stores
    * and files.
    */
@@ -309,9 +309,11 @@ typedef struct farpage_runtime_options {
    */
   const char *key_file;
   /**
-   * Copies of each page of regions without a name: "none", or "copies=2" to "copies=4". Pages
-   * are on so many different servers, and outlive the death of all but one of them. Regions with
-   * a name have one copy.
+   * Protection of pages of regions without a name: "none", "copies=2" to "copies=4", or
+   * "parity=2+1" to "parity=8+2". With copies, pages are on so many different servers, and
+   * outlive the death of all but one of them. With parity, they are spread over so many servers,
+   * and outlive the death of as many as the number behind the plus. Regions with a name have one
+   * copy.
    * FARPAGE_REDUNDANCY. Default: "none".
    */
   const char *redundancy;

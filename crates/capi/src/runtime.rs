@@ -62,9 +62,11 @@ pub struct farpage_runtime_options {
     /// The user's key file. Named regions belong to its key. Made when a name is first used.
     /// FARPAGE_KEY_FILE. Default: `farpage/key` in `$XDG_CONFIG_HOME` or `~/.config`.
     pub key_file: *const c_char,
-    /// Copies of each page of regions without a name: "none", or "copies=2" to "copies=4". Pages
-    /// are on so many different servers, and outlive the death of all but one of them. Regions with
-    /// a name have one copy.
+    /// Protection of pages of regions without a name: "none", "copies=2" to "copies=4", or
+    /// "parity=2+1" to "parity=8+2". With copies, pages are on so many different servers, and
+    /// outlive the death of all but one of them. With parity, they are spread over so many servers,
+    /// and outlive the death of as many as the number behind the plus. Regions with a name have one
+    /// copy.
     /// FARPAGE_REDUNDANCY. Default: "none".
     pub redundancy: *const c_char,
 }

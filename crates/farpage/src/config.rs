@@ -145,11 +145,12 @@ impl Builder {
         self
     }
 
-    /// Sets on how many servers each page of remote regions without a name is kept, so that pages
-    /// outlive the death of all but one of the servers. Such regions may set their own. Regions
-    /// with a [name](crate::RegionOptions::name) have one copy of each page.
+    /// Sets how pages of remote regions without a name outlive the death of servers: copies on
+    /// several servers, or parity. Such regions may set their own. Regions with a
+    /// [name](crate::RegionOptions::name) have one copy of each page.
     ///
-    /// `FARPAGE_REDUNDANCY` (`none`, `copies=2` to `copies=4`). Default: none, one server.
+    /// `FARPAGE_REDUNDANCY` (`none`, `copies=2` to `copies=4`, `parity=2+1` to `parity=8+2`).
+    /// Default: none, one server.
     pub fn redundancy(mut self, redundancy: Redundancy) -> Self {
         self.regions = self.regions.redundancy(redundancy);
         self

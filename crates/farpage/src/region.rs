@@ -95,10 +95,10 @@ impl RegionOptions {
         self
     }
 
-    /// Sets on how many servers each page is kept, so that pages outlive the death of all servers
-    /// but one. The region takes as many times its size. Default: the runtime's for a region
-    /// without a name, and one copy for a [named](Self::name) one, which is refused with more. Does
-    /// nothing for a region with a store of its own.
+    /// Sets how pages outlive the death of servers: [copies](Redundancy::Copies) on several
+    /// servers, or [parity](Redundancy::Parity). Default: the runtime's for a region without a
+    /// name, and one copy for a [named](Self::name) one, which is refused with more. Does nothing
+    /// for a region with a store of its own.
     pub fn redundancy(mut self, redundancy: Redundancy) -> Self {
         self.remote.redundancy = Some(redundancy);
         self

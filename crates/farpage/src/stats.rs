@@ -80,6 +80,13 @@ impl fmt::Display for Stats {
             let lacking = ByteSize(store.under_protected_bytes);
             write!(f, "; {lacking} have fewer copies than asked for")?;
         }
+        if store.sealed_bytes > 0 {
+            let (sealed, parity) = (ByteSize(store.sealed_bytes), ByteSize(store.parity_bytes));
+            write!(
+                f,
+                "; {sealed} have parity instead of copies, which takes {parity}"
+            )?;
+        }
         if store.repaired_bytes > 0 {
             write!(f, "; {} copied again", ByteSize(store.repaired_bytes))?;
         }

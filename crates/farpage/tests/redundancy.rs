@@ -138,6 +138,57 @@ fn servers_that_are_killed_are_slower_pages_and_nothing_else() {
     }
 }
 
+/// Servers die before, while and after pages get parity, one after the other.
+#[test]
+fn pages_with_parity_outlive_servers_that_are_killed() {
+    let Some(_watchdog) = begin(300) else { return };
+    let mut rng = Rng(seed());
+    for mode in [FaultMode::Filler, FaultMode::InThread] {
+        let mut servers = servers(6);
+        let parity = Redundancy::Parity { data: 4, parity: 1 };
+        let runtime = runtime_with(&servers, mode, parity);
+        let mut array = runtime.array::<u64>(ARRAY_BYTES / 8).unwrap();
+        let (_, words) = shared(&mut array);
+        let stats = || runtime.stats().store;
+        let kill = |server: &mut ServerProcess| {
+            let repaired = stats().repaired_bytes;
+            server.kill();
+            wait_until("what was on the server is made again", || {
+                let store = stats();
+                store.repaired_bytes > repaired && store.under_protected_bytes == 0
+            });
+        };
+        update_amid(words, rng.next(), || {
+            wait_for_writes(&runtime);
+            kill(&mut servers[rng.below(6)]);
+        });
+        // Nothing is written now.
+        wait_until("pages get parity", || {
+            stats().sealed_bytes > ARRAY_BYTES as u64 / 2
+        });
+        println!("{mode:?}: {}", runtime.stats());
+        let sum = |words: &[AtomicU64]| (0..words.len()).fold(0, |sum, at| sum ^ get(words, at));
+        let before = sum(words);
+        let failovers = stats().failovers;
+        let alive: Vec<usize> = (0..6)
+            .filter(|&server| granted_bytes_if_alive(&runtime, &servers[server]).is_some())
+            .collect();
+        servers[alive[rng.below(alive.len())]].kill();
+        assert_eq!(sum(words), before);
+        assert!(stats().failovers > failovers);
+        update_amid(words, rng.next(), || wait_for_writes(&runtime));
+        array.flush().unwrap();
+        println!("{mode:?}: {}", runtime.stats());
+        let stats = runtime.stats();
+        assert_eq!(
+            (stats.pager.poisoned, stats.store.corrupt),
+            (0, 0),
+            "{stats}"
+        );
+        array.close().unwrap();
+    }
+}
+
 /// A server that stands still is noticed by its silence alone, and takes part again afterwards.
 #[test]
 fn a_server_that_stalls_holds_nobody_up_for_long() {
@@ -161,10 +212,15 @@ fn a_server_that_stalls_holds_nobody_up_for_long() {
 
 /// Returns the bytes that a server has granted, by its own count.
 fn granted_bytes(runtime: &Runtime, server: &ServerProcess) -> u64 {
+    granted_bytes_if_alive(runtime, server).expect("the server lives")
+}
+
+/// Returns the bytes that a server has granted, unless the server was killed.
+fn granted_bytes_if_alive(runtime: &Runtime, server: &ServerProcess) -> Option<u64> {
     let sessions = runtime.sessions().iter();
     let mut of_server = sessions.filter(|session| session.endpoint().to_string() == server.url);
     let session = of_server.next().expect("it is the runtime's");
-    session.stat().unwrap().granted_bytes
+    Some(session.stat().ok()?.granted_bytes)
 }
 
 /// Servers are added, emptied and ended while threads write: at the end none of the first ones is

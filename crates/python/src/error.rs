@@ -168,7 +168,7 @@ pub(crate) fn create(py: Python<'_>, error: &CreateError) -> PyErr {
             StoreCreateError::Codec { .. }
             | StoreCreateError::PageSize { .. }
             | StoreCreateError::NoServer { .. }
-            | StoreCreateError::Copies { .. }
+            | StoreCreateError::Redundancy { .. }
             | StoreCreateError::TooFewServers { .. }
             | StoreCreateError::Mixed { .. }
             | StoreCreateError::NamedCopies { .. },

@@ -76,8 +76,9 @@ struct RunOptions {
     /// its own on this machine, which ends with the program].
     #[arg(long)]
     server: Vec<Endpoint>,
-    /// Copies of each page on different servers, such as copies=2: pages outlive the death of all
-    /// but one of them. Takes as many times the memory [default: none].
+    /// Protection of pages. copies=2: each is on two servers, and outlives either; takes twice the
+    /// memory. parity=4+1: pages are spread over five servers, and outlive any one of them; takes
+    /// about 1.3 times the memory [default: none].
     #[arg(long, env = "FARPAGE_REDUNDANCY")]
     redundancy: Option<Redundancy>,
     /// The most that the program can have allocated there at once. With --server, all of it is
@@ -167,10 +168,12 @@ fn run(options: &RunOptions) -> Result<u8> {
             "--capacity {capacity} is too little: give it 1MiB or more, such as 2GiB (a plain number is bytes)"
         );
     }
-    let copies = options.redundancy.unwrap_or_default().copies();
+    let redundancy = options.redundancy.unwrap_or_default();
+    let copies = redundancy.copies();
     if copies > options.server.len().max(1) {
+        let servers = redundancy.servers();
         bail!(
-            "--redundancy copies={copies} needs {copies} memory servers, each on a machine of its own: give --server {copies} times, or leave it out"
+            "--redundancy {redundancy} needs {servers} memory servers, each on a machine of its own: give --server {servers} times, or leave it out"
         );
     }
     let sizes = sizes(options, faults_by)?;

@@ -21,7 +21,7 @@ use farpage_fabric::{
 use farpage_signals::Mutex;
 
 use crate::{
-    Reserve, StoreStats, StoreStatsSnapshot,
+    Redundancy, Reserve, StoreStats, StoreStatsSnapshot,
     codec::LinkTraffic,
     drains::DrainCalls,
     health::ServerHealth,
@@ -43,6 +43,9 @@ pub struct ClusterOptions {
     /// copy misses it. Default: 50 ms. An I/O queue looks each 50 ms, so the wait takes up to twice
     /// that.
     pub reopen_within: Duration,
+    /// Time without a new page in an extent after which the extent gets parity, of regions with
+    /// [`Redundancy::Parity`]. Default: 3 s.
+    pub seal_after: Duration,
     /// Upper bound of the bytes per second that are copied to replace lost copies. `None`: no
     /// bound. Default: 256 MiB.
     pub repair_rate: Option<u64>,
@@ -54,6 +57,7 @@ impl Default for ClusterOptions {
             deadline: Duration::from_secs(10),
             dead_after: Duration::from_secs(3),
             reopen_within: Duration::from_millis(50),
+            seal_after: Duration::from_secs(3),
             // A quarter of what one core moves over TCP: faults go on beside it.
             repair_rate: Some(256 << 20),
         }
@@ -66,6 +70,7 @@ pub struct Cluster {
     pub(crate) deadline: Duration,
     pub(crate) dead_after: Duration,
     pub(crate) repair_rate: Option<u64>,
+    pub(crate) seal_after: Duration,
     pub(crate) health: Arc<ServerHealth>,
     /// True once a region has copies: unreachable servers are borne from then on.
     has_copies: AtomicBool,
@@ -94,7 +99,7 @@ pub(crate) struct PoolKey {
     pub(crate) page_bytes: usize,
     pub(crate) is_raw: bool,
     pub(crate) reserve: Reserve,
-    pub(crate) copies: usize,
+    pub(crate) redundancy: Redundancy,
 }
 
 /// Counters of open stores, and the sum of the closed ones.
@@ -129,6 +134,7 @@ impl Cluster {
             deadline: options.deadline,
             dead_after: options.dead_after,
             repair_rate: options.repair_rate,
+            seal_after: options.seal_after,
             has_copies: AtomicBool::new(false),
             repairs_started: Mutex::default(),
             traffic: Arc::default(),
@@ -182,6 +188,10 @@ impl Cluster {
             sum.under_protected_bytes += pool.under_protected_bytes();
             sum.repaired_bytes += pool.repaired_bytes();
             sum.draining_bytes += pool.draining_bytes();
+            let (sealed, parity) = pool.sealed_bytes();
+            sum.sealed_bytes += sealed;
+            sum.parity_bytes += parity;
+            sum.corrupt += pool.differing();
         }
         sum
     }
@@ -226,9 +236,7 @@ impl Cluster {
     /// regions reserved.
     pub fn granted_bytes(&self) -> u64 {
         let pools: Vec<_> = self.pools.lock().values().cloned().collect();
-        (pools.iter())
-            .map(|pool| pool.granted_bytes() * pool.copies() as u64)
-            .sum()
+        (pools.iter()).map(|pool| pool.memory_bytes()).sum()
     }
 
     /// Returns the pools whose pages are on more than one server.
@@ -273,7 +281,7 @@ impl Cluster {
         ports: impl IntoIterator<Item = usize>,
         purpose: Purpose,
     ) -> Arc<SlotPool> {
-        let pool = Arc::new(self.new_pool(ports, purpose, 1));
+        let pool = Arc::new(self.new_pool(ports, purpose, Redundancy::None));
         let mut own = self.own_pools.lock();
         own.retain(|pool| pool.strong_count() > 0);
         own.push(Arc::downgrade(&pool));
@@ -284,22 +292,28 @@ impl Cluster {
         &self,
         ports: impl IntoIterator<Item = usize>,
         purpose: Purpose,
-        copies: usize,
+        redundancy: Redundancy,
     ) -> SlotPool {
         let server = |port: usize| (port, self.sessions[port].clone());
         let servers = ports.into_iter().map(server).collect();
         let held_bytes = self.held_bytes.clone();
         let (registered, health) = (self.registered.clone(), self.health.clone());
-        SlotPool::new(servers, registered, (purpose, copies), health, held_bytes)
+        SlotPool::new(
+            servers,
+            registered,
+            (purpose, redundancy),
+            health,
+            held_bytes,
+        )
     }
 
     /// Returns the pool of regions with these properties.
     pub(crate) fn shared_pool(&self, key: PoolKey) -> Arc<SlotPool> {
-        if key.copies > 1 {
+        if key.redundancy.copies() > 1 {
             self.has_copies.store(true, Ordering::Relaxed);
         }
         let ports = 0..self.sessions.len();
-        let new = || self.new_pool(ports, Purpose::Shared, key.copies);
+        let new = || self.new_pool(ports, Purpose::Shared, key.redundancy);
         (self.pools.lock().entry(key))
             .or_insert_with(|| Arc::new(new()))
             .clone()

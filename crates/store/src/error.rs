@@ -8,7 +8,7 @@ use std::{fmt, sync::Arc};
 use farpage_fabric::{AllocError, ChannelError, ConnectError, ControlError, regmem::RegError};
 use farpage_wire::ExtentId;
 
-use crate::CodecError;
+use crate::{CodecError, Redundancy};
 
 farpage_wire::debug_as_display!(
     StoreError,
@@ -223,13 +223,15 @@ pub enum CreateError {
         /// The largest size.
         most: u64,
     },
-    /// The region is to have fewer or more copies than can be kept.
-    #[error("{copies} copies of each page of {region}: need none, or 2 to 4")]
-    Copies {
+    /// The region is to have a redundancy that cannot be kept.
+    #[error(
+        "redundancy {redundancy} of {region}: need none, copies=2 to copies=4, or parity=2+1 to parity=8+2"
+    )]
+    Redundancy {
         /// The program's name for the region.
         region: Arc<str>,
-        /// The copies asked for.
-        copies: usize,
+        /// The redundancy asked for.
+        redundancy: Redundancy,
     },
     /// The region is to have more copies than there are servers.
     #[error(

@@ -8,6 +8,10 @@
 //! A page entry names a group by its index. Moving or rebuilding a member is one change here, and
 //! nothing in an entry changes.
 
+mod member;
+mod sets;
+mod view;
+
 use std::sync::{
     RwLock,
     atomic::{AtomicI64, Ordering},
@@ -15,29 +19,17 @@ use std::sync::{
 
 use farpage_wire::ExtentId;
 
-use crate::{options::COPIES_MAX, place::SlotPlace};
+pub(crate) use self::{
+    member::{Member, MemberState},
+    view::SetView,
+};
+use crate::{
+    options::COPIES_MAX,
+    parity::{Column, ParitySet},
+    place::SlotPlace,
+};
 
 pub(crate) const NO_PANIC: &str = "nothing panics under this lock";
-
-/// State of a group's member.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum MemberState {
-    /// State of a member that has all slots.
-    Good,
-    /// State of a member that misses a WRITE, or has damaged bytes. Only a page that is right
-    /// nowhere else is read there.
-    Stale,
-    /// State of a member on a dead server. Final, also if the server comes back.
-    Dead,
-}
-
-/// One copy of a group's bytes: an extent of one server.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Member {
-    pub(crate) server: u8,
-    pub(crate) id: ExtentId,
-    pub(crate) state: MemberState,
-}
 
 /// Extents of equal length on different servers that hold the same bytes. The position of a member
 /// names it as long as writes to the group are under way.
@@ -50,6 +42,8 @@ pub(crate) struct ExtentGroup {
     pub(crate) changes: u32,
     /// Length of each extent that is used.
     pub(crate) bytes: u64,
+    /// Position in a parity set. The home is the extent that the set is computed from.
+    pub(crate) column: Option<Column>,
 }
 
 impl ExtentGroup {
@@ -70,6 +64,7 @@ impl ExtentGroup {
             copies: copies as u8,
             changes: 0,
             bytes,
+            column: None,
         }
     }
 
@@ -105,6 +100,16 @@ impl ExtentGroup {
         self.good_count() < usize::from(self.copies)
     }
 
+    /// True if a death that the group should outlive may lose bytes. A column has its parity.
+    pub(crate) fn is_under_protected(&self) -> bool {
+        let is_good =
+            |member: Option<Member>| member.is_some_and(|member| member.state == MemberState::Good);
+        match self.column {
+            Some(_) => !is_good(self.members[0]),
+            None => self.lacks_copies(),
+        }
+    }
+
     /// True if both have the same extents at the same positions.
     pub(crate) fn has_extents_of(&self, other: &Self) -> bool {
         let extent = |member: &Option<Member>| member.map(|it| (it.server, it.id));
@@ -136,6 +141,14 @@ pub(crate) struct Contents {
     pub(crate) stored_bytes: i64,
 }
 
+/// Contents of a group, and the servers that showed the sum and show it now.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ContentsMove {
+    pub(crate) contents: Contents,
+    pub(crate) before: u8,
+    pub(crate) now: u8,
+}
+
 /// Contents of a group. Relaxed: sums of what threads add, each of which adds the same to the
 /// session of `server`.
 #[derive(Default)]
@@ -151,6 +164,20 @@ impl GroupContents {
         (self.plain_bytes).fetch_add(contents.plain_bytes, Ordering::Relaxed);
         (self.stored_bytes).fetch_add(contents.stored_bytes, Ordering::Relaxed);
     }
+
+    /// Lets a server show the sum.
+    fn show_at(&mut self, now: u8) -> ContentsMove {
+        let before = std::mem::replace(&mut self.server, now);
+        let contents = Contents {
+            plain_bytes: self.plain_bytes.load(Ordering::Relaxed),
+            stored_bytes: self.stored_bytes.load(Ordering::Relaxed),
+        };
+        ContentsMove {
+            contents,
+            before,
+            now,
+        }
+    }
 }
 
 /// Groups by index. The lock is the standard library's, which never allocates: a signal handler may
@@ -164,11 +191,37 @@ struct Groups {
     /// Contents of the groups, by index.
     contents: Vec<GroupContents>,
     vacant: Vec<u32>,
+    /// Parity sets by number.
+    sets: Vec<Option<ParitySet>>,
     /// True once all extents were given back: no group is added any more.
     closed: bool,
 }
 
 impl Groups {
+    /// Adds a group and returns its index.
+    fn add(&mut self, group: ExtentGroup) -> u32 {
+        let index = self.vacant.pop().unwrap_or_else(|| {
+            self.push_vacant();
+            self.by_index.len() as u32 - 1
+        });
+        assert!(
+            index < SlotPlace::EXTENTS_MAX,
+            "a pool has at most 16 million extents"
+        );
+        self.by_index[index as usize] = Some(group);
+        self.contents[index as usize] = GroupContents {
+            server: group.members[0].map_or(0, |home| home.server),
+            ..GroupContents::default()
+        };
+        index
+    }
+
+    /// Takes a group out. The index may be used again.
+    fn remove(&mut self, index: u32) -> ExtentGroup {
+        self.vacant.push(index);
+        (self.by_index[index as usize].take()).expect("an arena's extents are in the table")
+    }
+
     /// Adds an index without a group.
     fn push_vacant(&mut self) {
         self.by_index.push(None);
@@ -180,36 +233,19 @@ impl GroupTable {
     /// Adds a group and returns its index; `None` after [`close`](Self::close).
     pub(crate) fn add(&self, group: ExtentGroup) -> Option<u32> {
         let mut groups = self.0.write().expect(NO_PANIC);
-        if groups.closed {
-            return None;
-        }
-        let index = groups.vacant.pop().unwrap_or_else(|| {
-            groups.push_vacant();
-            groups.by_index.len() as u32 - 1
-        });
-        assert!(
-            index < SlotPlace::EXTENTS_MAX,
-            "a pool has at most 16 million extents"
-        );
-        groups.by_index[index as usize] = Some(group);
-        groups.contents[index as usize] = GroupContents {
-            server: group.members[0].map_or(0, |home| home.server),
-            ..GroupContents::default()
-        };
-        Some(index)
+        (!groups.closed).then(|| groups.add(group))
     }
 
     /// Takes a group out. The index may be used again.
     pub(crate) fn remove(&self, index: u32) -> ExtentGroup {
-        let mut groups = self.0.write().expect(NO_PANIC);
-        groups.vacant.push(index);
-        (groups.by_index[index as usize].take()).expect("an arena's extents are in the table")
+        self.0.write().expect(NO_PANIC).remove(index)
     }
 
     /// Takes all groups out for good.
     pub(crate) fn close(&self) -> Vec<Option<ExtentGroup>> {
         let mut groups = self.0.write().expect(NO_PANIC);
         groups.closed = true;
+        groups.sets.clear();
         std::mem::take(&mut groups.by_index)
     }
 
@@ -276,7 +312,8 @@ impl GroupTable {
     }
 
     /// Marks Good members in `bits` Stale whose bytes are damaged, unless they are all that is
-    /// Good. `right` is a member that has the right bytes. `changes` is the group's number when the
+    /// Good and no parity set makes up for them. `right` is a member that has the right bytes; of a
+    /// column, it may be a source of its decoding. `changes` is the group's number when the
     /// positions were noted: nothing is marked if a member was replaced since. Returns the server
     /// of a member that was marked.
     pub(crate) fn mark_damaged(
@@ -292,7 +329,7 @@ impl GroupTable {
         }
         let has_right = group.good().any(|(at, member)| {
             (member.server, member.id) == (right.server, right.id) && bits & (1 << at) == 0
-        });
+        }) || group.column.is_some();
         let damaged = group.good().find(|(at, _)| bits & (1 << at) != 0);
         let (_, damaged) = damaged.filter(|_| has_right)?;
         group.demote(bits, MemberState::Stale);
@@ -305,9 +342,16 @@ impl GroupTable {
     pub(crate) fn mark_dead(&self, server: u8, is_lost: bool, fine: impl Fn(u8) -> bool) -> usize {
         let mut groups = self.0.write().expect(NO_PANIC);
         let mut marked = 0;
-        for group in groups.by_index.iter_mut().flatten() {
-            let others =
-                (group.good()).any(|(_, other)| other.server != server && fine(other.server));
+        let is_other = |other: &Member| other.server != server && fine(other.server);
+        for index in 0..groups.by_index.len() {
+            let others = groups.by_index[index].is_some_and(|group| {
+                let is_decodable = |view: SetView| view.sources(0, is_other).is_some();
+                let has_copy = group.good().any(|(_, other)| is_other(&other));
+                has_copy || groups.set_of(index as u32).is_some_and(is_decodable)
+            });
+            let Some(group) = &mut groups.by_index[index] else {
+                continue;
+            };
             for member in group.members.iter_mut().flatten() {
                 if member.server == server
                     && member.state != MemberState::Dead
@@ -322,26 +366,18 @@ impl GroupTable {
     }
 
     /// Replaces the member at a position. Call only while no write to the group is under way.
-    /// Returns the group's contents, and the servers that showed the sum and show it now.
-    pub(crate) fn replace(
-        &self,
-        index: u32,
-        at: u8,
-        member: Option<Member>,
-    ) -> (Contents, [u8; 2]) {
+    pub(crate) fn replace(&self, index: u32, at: u8, member: Option<Member>) -> ContentsMove {
         let mut groups = self.0.write().expect(NO_PANIC);
         let group = groups.by_index[index as usize].as_mut();
         let group = group.expect("a sealed extent is kept");
         group.members[usize::from(at)] = member;
         group.changes = group.changes.wrapping_add(1);
+        if let Some(column) = group.column {
+            // Decodings under way may have read the former extent.
+            groups.note_change(column.set);
+        }
         let sum = &mut groups.contents[index as usize];
         let home = member.filter(|_| at == 0);
-        let now = home.map_or(sum.server, |home| home.server);
-        let before = std::mem::replace(&mut sum.server, now);
-        let contents = Contents {
-            plain_bytes: sum.plain_bytes.load(Ordering::Relaxed),
-            stored_bytes: sum.stored_bytes.load(Ordering::Relaxed),
-        };
-        (contents, [before, now])
+        sum.show_at(home.map_or(sum.server, |home| home.server))
     }
 }

@@ -22,6 +22,7 @@
 
 mod channels;
 mod copies;
+mod decode;
 mod fill;
 mod port;
 mod run;
@@ -36,7 +37,7 @@ use std::{
 };
 
 use crossbeam_channel::{Receiver, Sender};
-use farpage_fabric::{ChannelError, Completion, ConnectError};
+use farpage_fabric::{ChannelError, Completion, ConnectError, regmem::RegBuf};
 use nix::poll::{PollFd, PollFlags};
 
 pub use self::run::{RunBuffer, RunCompletion, RunCounts, RunTiming, StoreCall};
@@ -97,6 +98,8 @@ pub struct IoQueue<R, F: RunBuffer> {
     /// Requests that are posted or in a port's backlog.
     ops_in_flight: usize,
     staging: Staging,
+    /// Buffers to decode into, as many as were prepared.
+    sums: Vec<RegBuf>,
     coder: Coder,
     completions: Vec<Completion<IoBuf<F>>>,
     ended_calls: Receiver<Box<StoreCall<F>>>,
@@ -172,6 +175,7 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
             turns: 0,
             ops_in_flight: 0,
             staging: Staging::new(cluster.registered.clone()),
+            sums: Vec::new(),
             coder: Coder::new(),
             completions: Vec::new(),
             ended_calls,
@@ -226,6 +230,7 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
         parts.reserve(pages);
         hashes.reserve(pages);
         self.spare.push((parts, hashes));
+        self.prepare_decoding(store, pages);
         if let Backing::Remote(remote) = &store.backing
             && !remote.scheme.is_raw()
         {
@@ -491,11 +496,12 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
     }
 
     /// Puts a run back, or hands it out if it has ended.
-    fn put(&mut self, index: usize, run: IoRun<R, F>) {
+    fn put(&mut self, index: usize, mut run: IoRun<R, F>) {
         if !run.has_ended() {
             self.runs[index] = Some(run);
             return;
         }
+        self.keep_sum(&mut run);
         let (done, spare) = run.finish(self.turns);
         self.vacant.push(index);
         self.ready.push(done);
@@ -568,7 +574,11 @@ impl<R, F: RunBuffer> Drop for IoQueue<R, F> {
                 _ => None,
             });
             if run.way == Direction::WriteBack {
-                moving.for_each(|(place, pages)| remote.pool.settle(place, pages));
+                moving.for_each(|(place, pages)| {
+                    // Nobody will know what lands there: the doubt stays.
+                    remote.pool.begin_doubt(place);
+                    remote.pool.settle(place, pages);
+                });
             }
         }
         self.ports.iter_mut().for_each(Port::give_up);

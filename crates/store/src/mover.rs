@@ -15,10 +15,15 @@ use farpage_fabric::{
 };
 use nix::poll::PollTimeout;
 
-use crate::{groups::Member, place::SlotPlace, pool::SlotPool};
+use crate::{
+    groups::{Member, SetView},
+    parity::{add_product, positions},
+    place::SlotPlace,
+    pool::SlotPool,
+};
 
 /// Bytes that are copied at a time: as many as a run of pages has.
-const PIECE_BYTES: u64 = 512 << 10;
+pub(crate) const PIECE_BYTES: u64 = 512 << 10;
 
 /// Mover of pieces of extents of a pool, one after another.
 pub(crate) struct Mover<'a> {
@@ -47,6 +52,39 @@ impl MoveError {
             Self::Channel(error) => error.is_transient(),
         }
     }
+}
+
+/// Upper bound of the bytes per second that are moved.
+pub(crate) struct Pace {
+    rate: Option<u64>,
+    began: Instant,
+    moved_bytes: u64,
+}
+
+impl Pace {
+    /// Begins at most `rate` bytes per second. `None`: no bound.
+    pub(crate) fn new(rate: Option<u64>) -> Self {
+        Self {
+            rate,
+            began: Instant::now(),
+            moved_bytes: 0,
+        }
+    }
+
+    /// Counts `bytes`, and sleeps until they may have been moved.
+    pub(crate) fn moved(&mut self, bytes: u64) {
+        self.moved_bytes += bytes;
+        if let Some(rate) = self.rate {
+            let due = Duration::from_secs_f64(self.moved_bytes as f64 / rate as f64);
+            thread::sleep(due.saturating_sub(self.began.elapsed()));
+        }
+    }
+}
+
+/// Cuts `bytes` bytes into pieces that are copied at a time: offset and length.
+pub(crate) fn pieces_of(bytes: u64) -> impl Iterator<Item = (u64, usize)> {
+    let pieces = (0..bytes).step_by(PIECE_BYTES as usize);
+    pieces.map(move |at| (at, PIECE_BYTES.min(bytes - at) as usize))
 }
 
 impl<'a> Mover<'a> {
@@ -84,28 +122,76 @@ impl<'a> Mover<'a> {
         rate: Option<u64>,
     ) -> Result<(), (u8, MoveError)> {
         let source = (source.server, source.id);
-        let (began, mut copied_bytes) = (Instant::now(), 0);
-        for &(mut offset, mut left) in pieces {
-            while left > 0 {
-                let len = left.min(PIECE_BYTES);
-                let read = self
-                    .buffer(len as usize)
-                    .and_then(|buf| self.transfer(Verb::Read, source, offset, buf));
-                let buf = read.map_err(|error| (source.0, error))?;
-                self.transfer(Verb::Write, target, offset, buf)
-                    .map_err(|error| (target.0, error))?;
-                (offset, left) = (offset + len, left - len);
-                copied_bytes += len;
-                if let Some(rate) = rate {
-                    let due = Duration::from_secs_f64(copied_bytes as f64 / rate as f64);
-                    thread::sleep(due.saturating_sub(began.elapsed()));
-                }
+        let mut pace = Pace::new(rate);
+        for &(start, bytes) in pieces {
+            for (offset, len) in pieces_of(bytes) {
+                let buf = self.read_piece(source, start + offset, len)?;
+                self.write_piece(target, start + offset, buf)?;
+                pace.moved(len as u64);
             }
         }
         Ok(())
     }
 
-    fn buffer(&self, len: usize) -> Result<RegBuf, MoveError> {
+    /// Computes the bytes of an extent of a parity set from its `sources`, by position as bits, and
+    /// writes them to another extent: at most `rate` bytes per second.
+    ///
+    /// # Errors
+    /// The error of a server, and the server's number.
+    pub(crate) fn decode(
+        &mut self,
+        bytes: u64,
+        (view, sources): (&SetView, u16),
+        target: (u8, ExtentId),
+        rate: Option<u64>,
+    ) -> Result<(), (u8, MoveError)> {
+        let recipe = view.set.code.recipe(view.at, sources);
+        let recipe = recipe.expect("as many sources as columns");
+        let mut pace = Pace::new(rate);
+        for (offset, len) in pieces_of(bytes) {
+            let mut sum = self.buffer(len).map_err(|error| (target.0, error))?;
+            sum.as_mut().fill(0);
+            for at in positions(sources) {
+                let source = view.home(at).expect("a source is there");
+                let piece = self.read_piece((source.server, source.id), offset, len)?;
+                add_product(sum.as_mut(), piece.as_ref(), recipe[usize::from(at)]);
+            }
+            self.write_piece(target, offset, sum)?;
+            pace.moved(len as u64);
+        }
+        Ok(())
+    }
+
+    /// Reads a piece of an extent.
+    ///
+    /// # Errors
+    /// The error of the server, and its number.
+    pub(crate) fn read_piece(
+        &mut self,
+        extent: (u8, ExtentId),
+        offset: u64,
+        len: usize,
+    ) -> Result<RegBuf, (u8, MoveError)> {
+        let buf = self.buffer(len);
+        let read = buf.and_then(|buf| self.transfer(Verb::Read, extent, offset, buf));
+        read.map_err(|error| (extent.0, error))
+    }
+
+    /// Writes a piece of an extent. Returns its buffer.
+    ///
+    /// # Errors
+    /// The error of the server, and its number.
+    pub(crate) fn write_piece(
+        &mut self,
+        extent: (u8, ExtentId),
+        offset: u64,
+        piece: RegBuf,
+    ) -> Result<RegBuf, (u8, MoveError)> {
+        let written = self.transfer(Verb::Write, extent, offset, piece);
+        written.map_err(|error| (extent.0, error))
+    }
+
+    pub(crate) fn buffer(&self, len: usize) -> Result<RegBuf, MoveError> {
         let buf = self.pool.registered.acquire(len);
         buf.map_err(MoveError::Memory)
     }

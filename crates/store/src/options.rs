@@ -2,7 +2,10 @@
 
 use std::{fmt, str::FromStr};
 
-use crate::{Codec, Layout};
+use crate::{
+    Codec, Layout,
+    parity::{DATA_MAX, PARITY_MAX, ParityCode},
+};
 
 /// Upper bound of the copies of a page.
 pub(crate) const COPIES_MAX: usize = 4;
@@ -18,14 +21,43 @@ pub enum Redundancy {
     /// size, and each write-back goes to all of the servers. Pages outlive the death of all but one
     /// of their servers, and are copied again to servers that have room.
     Copies(u8),
+    /// Parity of pages on different servers: each page is on one of `data` servers, 2 to 8, and
+    /// `parity` more servers, 1 or 2, have the parity of what these have. Pages outlive the death
+    /// of as many servers as there are parities. What was just written has `parity + 1` copies,
+    /// until its servers have the parity in the background. So the region takes little more than
+    /// `(data + parity) / data` times its size, and a fill reads one server.
+    Parity {
+        /// Number of servers that pages are spread over.
+        data: u8,
+        /// Number of servers with parity: as many may die.
+        parity: u8,
+    },
 }
 
 impl Redundancy {
-    /// Returns the number of servers that have each page.
+    /// Returns the number of servers that have each page, with parity at first.
     pub fn copies(self) -> usize {
         match self {
             Self::None => 1,
             Self::Copies(copies) => usize::from(copies),
+            Self::Parity { parity, .. } => usize::from(parity) + 1,
+        }
+    }
+
+    /// Returns the number of servers that a region makes use of at the least, so that all of its
+    /// pages are kept as asked for.
+    pub fn servers(self) -> usize {
+        match self {
+            Self::Parity { data, parity } => usize::from(data) + usize::from(parity),
+            _ => self.copies(),
+        }
+    }
+
+    /// Returns the code of regions with parity.
+    pub(crate) fn code(self) -> Option<ParityCode> {
+        match self {
+            Self::Parity { data, parity } => Some(ParityCode { data, parity }),
+            _ => None,
         }
     }
 
@@ -48,25 +80,35 @@ impl Redundancy {
         0
     }
 
-    /// True if pages can be kept so: copies are 2 to 4.
+    /// True if pages can be kept so: copies are 2 to 4, parity is 2+1 to 8+2.
     pub(crate) fn is_valid(self) -> bool {
-        matches!(self, Self::None | Self::Copies(2..=4))
+        match self {
+            Self::None => true,
+            Self::Copies(copies) => (2..=COPIES_MAX).contains(&usize::from(copies)),
+            Self::Parity { data, parity } => {
+                (2..=DATA_MAX).contains(&usize::from(data))
+                    && (1..=PARITY_MAX).contains(&usize::from(parity))
+            }
+        }
     }
 }
 
-/// `none`, `copies=2`.
+/// `none`, `copies=2`, `parity=4+1`.
 impl fmt::Display for Redundancy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::None => f.write_str("none"),
             Self::Copies(copies) => write!(f, "copies={copies}"),
+            Self::Parity { data, parity } => write!(f, "parity={data}+{parity}"),
         }
     }
 }
 
 /// Text that is no [`Redundancy`].
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("`{text}` is no redundancy: need `none`, or `copies=2` to `copies={COPIES_MAX}`")]
+#[error(
+    "`{text}` is no redundancy: need `none`, `copies=2` to `copies={COPIES_MAX}`, or `parity=2+1` to `parity={DATA_MAX}+{PARITY_MAX}`"
+)]
 pub struct RedundancyError {
     text: String,
 }
@@ -76,13 +118,20 @@ impl FromStr for Redundancy {
 
     fn from_str(text: &str) -> Result<Self, RedundancyError> {
         let copies = text.strip_prefix("copies=").map(str::parse);
-        match (text, copies) {
-            ("none", _) => Ok(Self::None),
-            (_, Some(Ok(copies @ 2..=4))) => Ok(Self::Copies(copies)),
-            _ => Err(RedundancyError {
-                text: text.to_owned(),
-            }),
-        }
+        let sum = text
+            .strip_prefix("parity=")
+            .and_then(|sum| sum.split_once('+'));
+        let parity = sum.map(|(data, parity)| (data.parse(), parity.parse()));
+        let redundancy = match (text, copies, parity) {
+            ("none", ..) => Some(Self::None),
+            (_, Some(Ok(copies)), _) => Some(Self::Copies(copies)),
+            (_, _, Some((Ok(data), Ok(parity)))) => Some(Self::Parity { data, parity }),
+            _ => None,
+        };
+        let valid = redundancy.filter(|it| it.is_valid() && it.to_string() == text);
+        valid.ok_or_else(|| RedundancyError {
+            text: text.to_owned(),
+        })
     }
 }
 
@@ -161,6 +210,8 @@ mod tests {
             Redundancy::Copies(2),
             Redundancy::Copies(3),
             Redundancy::Copies(4),
+            Redundancy::Parity { data: 2, parity: 1 },
+            Redundancy::Parity { data: 8, parity: 2 },
         ];
         for redundancy in all {
             assert_eq!(redundancy.to_string().parse(), Ok(redundancy));
@@ -171,6 +222,12 @@ mod tests {
             "copies=",
             "copies=1",
             "copies=5",
+            "parity=1+1",
+            "parity=9+1",
+            "parity=4+0",
+            "parity=4+3",
+            "parity=4",
+            "parity=04+1",
             "copies=02x",
             "2",
             "None",

@@ -10,6 +10,8 @@
 mod copies;
 mod grants;
 mod leaving;
+mod sets;
+mod spares;
 
 use std::{
     sync::{
@@ -22,7 +24,9 @@ use std::{
 use farpage_fabric::{AllocError, ExtentId, Session, log::later, regmem::RegPool};
 use farpage_signals::Mutex;
 
+use self::spares::SpareExtent;
 use crate::{
+    Redundancy,
     groups::{Contents, ExtentGroup, GroupTable},
     health::ServerHealth,
     place::{SlotPlace, SlotSpan, slot_bytes},
@@ -44,7 +48,8 @@ pub(crate) struct SlotPool {
     pub(crate) snapshots: Snapshots,
     /// Buffers for page maps.
     pub(crate) registered: RegPool,
-    /// Number of servers that have each page.
+    redundancy: Redundancy,
+    /// Number of servers that have each page, with parity at first.
     copies: usize,
     /// Health of the servers, by port.
     health: Arc<ServerHealth>,
@@ -59,6 +64,12 @@ pub(crate) struct SlotPool {
     damaged_on: AtomicU32,
     /// Number of sealed groups: their room comes back.
     sealed: AtomicU32,
+    /// Time since when a write waits for room that a set may have.
+    room_awaited: Mutex<Option<Instant>>,
+    /// Extents that stay granted when copies go back, so that sets can be opened.
+    spares: Mutex<Vec<SpareExtent>>,
+    /// Number of times that copies differed when a set was to be made.
+    differing: AtomicU64,
     /// Extents of suspect servers that go back when their servers answer.
     owed: Mutex<Vec<(u8, ExtentId)>>,
     /// Bytes that were copied to replace lost copies.
@@ -102,12 +113,12 @@ pub(crate) enum Growth {
 pub(crate) struct PoolReservation(Vec<u64>);
 
 impl SlotPool {
-    /// Makes a pool without extents that keeps each page on `copies` servers. Bytes that it holds
-    /// for snapshots are counted in `held_bytes`, too.
+    /// Makes a pool without extents that keeps pages with this redundancy. Bytes that it holds for
+    /// snapshots are counted in `held_bytes`, too.
     pub(crate) fn new(
         servers: Vec<(usize, Arc<Session>)>,
         registered: RegPool,
-        (purpose, copies): (Purpose, usize),
+        (purpose, redundancy): (Purpose, Redundancy),
         health: Arc<ServerHealth>,
         held_bytes: Arc<AtomicU64>,
     ) -> Self {
@@ -118,12 +129,16 @@ impl SlotPool {
             registered,
             copied_bytes: (0..SERVERS_MAX).map(|_| AtomicU64::new(0)).collect(),
             servers: Roster::new(servers),
-            copies,
+            copies: redundancy.copies(),
+            redundancy,
             health,
             seen: AtomicU64::new(0),
             groups: GroupTable::default(),
             damaged_on: AtomicU32::new(0),
             sealed: AtomicU32::new(0),
+            room_awaited: Mutex::default(),
+            spares: Mutex::default(),
+            differing: AtomicU64::new(0),
             owed: Mutex::default(),
             repaired_bytes: AtomicU64::new(0),
             growing: Mutex::new(None),
@@ -143,9 +158,9 @@ impl SlotPool {
         self.copies > 1
     }
 
-    /// Returns the number of servers that have each page.
-    pub(crate) fn copies(&self) -> usize {
-        self.copies
+    /// Returns the redundancy of pages.
+    pub(crate) fn redundancy(&self) -> Redundancy {
+        self.redundancy
     }
 
     pub(crate) fn servers(&self) -> &[(usize, Arc<Session>)] {
@@ -236,6 +251,13 @@ impl SlotPool {
             .iter()
             .map(|arena| arena.lock().granted_bytes)
             .sum()
+    }
+
+    /// Returns the bytes of all extents.
+    pub(crate) fn memory_bytes(&self) -> u64 {
+        let groups = self.groups.all().into_iter().flatten();
+        let bytes = |group: ExtentGroup| group.members().count() as u64 * group.bytes;
+        groups.map(bytes).sum::<u64>() + self.spare_bytes(|_| true)
     }
 
     /// True if slots are allocated whose writes have not ended: the end of a write frees slots.
@@ -348,6 +370,7 @@ impl SlotPool {
         for group in self.groups.close().into_iter().flatten() {
             self.release_group(&group);
         }
+        self.release_spares(|_| true);
     }
 
     /// Allocates a slot for `bytes`, on the server that `wish` (a page's number) falls on if that

@@ -91,8 +91,8 @@ impl PageStore {
             Ok(scheme) => scheme,
             Err(source) => return Err(CreateError::Codec { region, source }),
         };
-        let copies = check_copies(&region, cluster, options)?;
-        if copies > 1 {
+        let redundancy = check_redundancy(&region, cluster, options)?;
+        if redundancy.copies() > 1 {
             let started = cluster.start_repairs();
             started.map_err(|source| CreateError::Repairs {
                 region: region.clone(),
@@ -115,7 +115,7 @@ impl PageStore {
                 page_bytes,
                 is_raw: scheme.is_raw(),
                 reserve: options.reserve,
-                copies,
+                redundancy,
             })
         };
         // Made before memory is reserved: after a failure nothing would take that back.
@@ -336,10 +336,8 @@ impl PageStore {
     /// As [`remote`](Self::remote).
     pub fn beside(&self, region: impl Into<Arc<str>>) -> Result<Arc<Self>, CreateError> {
         let redundancy = match &self.backing {
-            Backing::Remote(remote) if remote.pool.copies() > 1 => {
-                Redundancy::Copies(remote.pool.copies() as u8)
-            }
-            _ => Redundancy::None,
+            Backing::Remote(remote) => remote.pool.redundancy(),
+            Backing::Blocking(_) => Redundancy::None,
         };
         let options = RemoteOptions {
             reserve: Reserve::OnDemand,
@@ -384,6 +382,8 @@ impl PageStore {
             stats.under_protected_bytes = remote.pool.under_protected_bytes();
             stats.repaired_bytes = remote.pool.repaired_bytes();
             stats.draining_bytes = remote.pool.draining_bytes();
+            (stats.sealed_bytes, stats.parity_bytes) = remote.pool.sealed_bytes();
+            stats.corrupt += remote.pool.differing();
         }
         stats
     }
@@ -589,6 +589,7 @@ impl RemoteStore {
                     publications.is_running() || Some(publications.ended()) != published
                 });
                 let is_held = self.pool.snapshots.hold_any();
+                let is_held = is_held || self.pool.room_in_sets() > 0;
                 let later = unsettled || self.pool.has_unsettled() || publishes || is_held;
                 NoSlot::Full { source, later }
             }
@@ -648,8 +649,8 @@ pub(crate) enum NoSlot {
     /// The servers gave no room.
     Full {
         source: AllocError,
-        /// True if writes in flight, a publication, snapshots or a repair may make room when they
-        /// end.
+        /// True if writes in flight, a publication, snapshots, a repair or the opening of a parity
+        /// set may make room when they end.
         later: bool,
     },
 }
@@ -683,25 +684,25 @@ fn check_bytes(region: &Arc<str>, bytes: u64) -> Result<(), CreateError> {
     }
 }
 
-/// Checks the redundancy of a region. Returns its copies.
-fn check_copies(
+/// Checks the redundancy of a region, and returns it.
+fn check_redundancy(
     region: &Arc<str>,
     cluster: &Cluster,
     options: &RemoteOptions,
-) -> Result<usize, CreateError> {
+) -> Result<Redundancy, CreateError> {
     let (redundancy, copies) = (options.redundancy(), options.redundancy().copies());
     let endpoints = cluster.sessions().iter().map(|session| session.endpoint());
     let servers = endpoints.collect::<HashSet<_>>().len();
     let region = region.clone();
     match &options.name {
-        _ if !redundancy.is_valid() => Err(CreateError::Copies { region, copies }),
+        _ if !redundancy.is_valid() => Err(CreateError::Redundancy { region, redundancy }),
         Some(name) if copies > 1 => Err(CreateError::NamedCopies { name: name.clone() }),
         _ if copies > servers => Err(CreateError::TooFewServers {
             region,
             copies,
             servers,
         }),
-        _ => Ok(copies),
+        _ => Ok(redundancy),
     }
 }
 

@@ -55,6 +55,7 @@ use crate::{
     pool::SlotPool,
     roster::SERVERS_MAX,
     sealed::{Refusals, Repair, SealedGroup},
+    set_maker::SetMaker,
 };
 
 /// Pause between looks at servers that do not answer, and at groups whose writes have not ended.
@@ -90,18 +91,29 @@ pub(crate) struct Repairer {
     sealed: Option<SealedGroup>,
     /// Findings of the last turn about servers that are being emptied.
     drains: DrainOutlook,
+    sets: SetMaker,
 }
 
 /// A copy that is missing, or that is to leave its server.
 struct WantedCopy {
     pool: Arc<SlotPool>,
     index: u32,
-    /// Number of Good members.
-    good: usize,
-    /// True if no copy is missing.
-    is_move: bool,
+    /// Number of deaths that the group outlives.
+    spare: usize,
+    need: Need,
     /// Ports of the servers that members are to leave.
     leaves: Vec<usize>,
+}
+
+/// Reason why a copy is wanted, the most pressing first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Need {
+    /// The copy is missing.
+    Lost,
+    /// A copy is to leave its server.
+    Move,
+    /// The group's parity set is to be dissolved.
+    Open,
 }
 
 /// Outcome of a turn: what is left to do.
@@ -177,20 +189,34 @@ impl WantedCopy {
         let wanted = groups.filter_map(|(index, group)| {
             // Nothing can be copied from a server that has lost the program's session.
             let is_lost = |server| pool.session(server).loss(false).is_some();
-            let is_readable = |group: &ExtentGroup| group.good().any(|(_, it)| !is_lost(it.server));
-            let group = group.filter(is_readable)?;
+            let has_copy = |group: &ExtentGroup| group.good().any(|(_, it)| !is_lost(it.server));
+            let view = group.and_then(|_| pool.groups.set_of(index));
+            let can_decode = || {
+                let sources = view.and_then(|view| view.sources(0, |it| !is_lost(it.server)));
+                sources.is_some()
+            };
+            let group = group.filter(|group| has_copy(group) || can_decode())?;
             let leaves: Vec<usize> = match any_leaving {
                 true => (pool.leaving(&group))
                     .map(|(_, member)| pool.port(member.server))
                     .collect(),
                 false => Vec::new(),
             };
-            let is_lacking = group.lacks_copies();
-            (is_lacking || !leaves.is_empty()).then(|| Self {
+            let need = match group.is_under_protected() {
+                true => Need::Lost,
+                false if !leaves.is_empty() => Need::Move,
+                false if group.lacks_copies() => Need::Open,
+                false => return None,
+            };
+            let spare = match view {
+                Some(view) => view.spare(),
+                None => group.good_count().saturating_sub(1),
+            };
+            Some(Self {
                 pool: pool.clone(),
                 index,
-                good: group.good_count(),
-                is_move: !is_lacking,
+                spare,
+                need,
                 leaves,
             })
         });
@@ -214,6 +240,7 @@ impl Repairer {
             failures: 0,
             sealed: None,
             drains: DrainOutlook::default(),
+            sets: SetMaker::default(),
         }
     }
 
@@ -225,6 +252,12 @@ impl Repairer {
         pools.iter().for_each(|pool| pool.release_owed());
         let any_silent = self.look_at_servers(cluster, &pools);
         let turn = self.repair_one(cluster, &pools);
+        let turn = match turn {
+            RepairTurn::Idle | RepairTurn::NoRoom if self.sets.turn(cluster, &pools) => {
+                RepairTurn::Repaired
+            }
+            turn => turn,
+        };
         cluster.answer_drains(&pools, &self.drains);
         match turn {
             RepairTurn::Idle if any_silent => RepairTurn::Waits,
@@ -343,7 +376,7 @@ impl Repairer {
         // A group that was sealed comes first: its writes may have ended.
         let sealed = self.sealed.take();
         let is_sealed = |it: &WantedCopy| sealed.as_ref().is_some_and(|sealed| it.is_of(sealed));
-        wanted.sort_by_key(|it| (!is_sealed(it), it.is_move, it.good));
+        wanted.sort_by_key(|it| (!is_sealed(it), it.need, it.spare));
         let any_sealed = wanted.first().is_some_and(is_sealed);
         let mut sealed = match sealed {
             Some(sealed) if !any_sealed => {
@@ -398,8 +431,10 @@ impl Repairer {
                 }
                 Repair::NoRoom(refusal) => {
                     self.drains.refuse(&it.leaves, refusal.as_ref());
-                    if !it.is_move {
-                        self.tell_of_lack(refusal);
+                    match it.need {
+                        Need::Lost => self.tell_of_lack(refusal),
+                        Need::Move => {}
+                        Need::Open => self.sets.refuse(&it.pool, it.index),
                     }
                     if turn == RepairTurn::Idle {
                         turn = RepairTurn::NoRoom;

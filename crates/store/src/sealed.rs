@@ -9,7 +9,7 @@ use farpage_fabric::{AllocError, ExtentId};
 
 use crate::{
     Cluster,
-    groups::{ExtentGroup, Member, MemberState},
+    groups::{ExtentGroup, Member, MemberState, SetView},
     mover::Mover,
     pool::SlotPool,
 };
@@ -74,10 +74,9 @@ impl CopyPlan {
     ) -> Result<Self, Repair> {
         let group = pool.groups.get(index).ok_or(Repair::Done)?;
         let (at, lost) = to_replace(pool, &group).ok_or(Repair::Done)?;
-        if !group
-            .good()
-            .any(|(_, member)| pool.is_usable(member.server))
-        {
+        let mut good = group.good();
+        let has_copy = good.any(|(_, member)| pool.is_usable(member.server));
+        if !has_copy && pool.sources(index).is_none() {
             return Err(Repair::Silent);
         }
         let stale = lost.filter(|lost| lost.state == MemberState::Stale);
@@ -87,7 +86,12 @@ impl CopyPlan {
         let target = match new_extent(pool, index, &group, lost, refusals, dead_after) {
             Ok(target) => Some(target),
             Err(NoExtent::Failed(error)) => return Err(Repair::Failed(error)),
-            Err(_) if stale.is_some_and(|stale| !pool.is_leaving(stale.server)) => None,
+            Err(_)
+                if group.column.is_none()
+                    && stale.is_some_and(|it| !pool.is_leaving(it.server)) =>
+            {
+                None
+            }
             Err(NoExtent::Silent) => return Err(Repair::Silent),
             Err(NoExtent::Full(refusal)) => return Err(Repair::NoRoom(refusal)),
         };
@@ -160,7 +164,8 @@ impl SealedGroup {
 
     fn drop_target(&self) {
         if let Some((server, id)) = self.plan.target {
-            self.pool.drop_copy(server, id);
+            let bytes = self.plan.group.bytes;
+            self.pool.renew_spare(server, id, bytes);
         }
     }
 
@@ -214,11 +219,23 @@ impl SealedGroup {
             (None, None) => return Repair::NoRoom(None),
         };
         self.plan.target = Some((server, id));
-        // 2. The bytes.
+        // 2. The bytes: of a copy, or computed.
         let mut failure = None;
-        for (_, source) in group.good().filter(|(_, it)| pool.is_usable(it.server)) {
-            let rate = cluster.repair_rate;
-            match Mover::new(pool).copy(pieces, source, (server, id), rate) {
+        let copies = group.good().filter(|(_, it)| pool.is_usable(it.server));
+        let sources = pool.sources(index);
+        let decoded = sources.map(|_| None);
+        for source in copies.map(|(_, copy)| Some(copy)).chain(decoded) {
+            // A write may wait for the opening of a parity set.
+            let rate = cluster.repair_rate.filter(|_| !pool.is_room_awaited());
+            let mut mover = Mover::new(pool);
+            let moved = match (source, &sources) {
+                (Some(copy), _) => mover.copy(pieces, copy, (server, id), rate),
+                (None, Some((view, bits))) => {
+                    mover.decode(group.bytes, (view, *bits), (server, id), rate)
+                }
+                (None, None) => unreachable!("bytes are computed from sources"),
+            };
+            match moved {
                 // 3. The table.
                 Ok(()) => {
                     pool.replace(index, at, Some((server, id)));
@@ -234,6 +251,10 @@ impl SealedGroup {
                         cluster.health.failed(pool.port(failed));
                     }
                     failure = Some(error.to_string());
+                    if failed == server {
+                        // A WRITE that seems lost may land late: another extent is granted.
+                        break;
+                    }
                 }
             }
             if !pool.is_usable(server) {
@@ -255,7 +276,8 @@ fn to_replace(pool: &SlotPool, group: &ExtentGroup) -> Option<(u8, Option<Member
 }
 
 /// Asks servers for the extent of a new member: first that of the lost one, if it answers, then
-/// those that have no copy of the group. A server that refused as much in this turn is not asked.
+/// those that have no copy of the group, and no other extent of its parity set. A server that
+/// refused as much in this turn is not asked.
 ///
 /// # Errors
 /// [`NoExtent`]. A server is passed over as silent if that has been so for less than `dead_after`.
@@ -269,10 +291,20 @@ fn new_extent(
 ) -> Result<(u8, ExtentId), NoExtent> {
     let servers = pool.servers().len() as u32;
     let before = lost.map(|lost| lost.server);
-    let others = (0..servers).map(|i| ((index + i) % servers) as u8);
+    let view = pool.groups.set_of(index);
+    // Copies of a set that is dissolved may be where its other extents are, first on the servers
+    // behind the home: there is room that was kept for them.
+    let opens = view.is_some_and(|view| view.set.is_opening) && !group.is_under_protected();
+    let first = match group.member(0) {
+        Some(home) if opens => u32::from(home.server) + 1,
+        _ => index,
+    };
+    let others = (0..servers).map(|i| ((first + i) % servers) as u8);
     let is_free = |server: &u8| {
-        let is_elsewhere = |(_, member): (u8, Member)| !pool.is_same(member.server, *server);
-        Some(*server) == before || group.members().all(is_elsewhere)
+        let is_elsewhere = |member: Member| !pool.is_same(member.server, *server);
+        let mut members = group.members().map(|(_, member)| member);
+        let mut others = view.iter().flat_map(SetView::others);
+        Some(*server) == before || members.all(is_elsewhere) && (opens || others.all(is_elsewhere))
     };
     let (mut refusal, mut any_silent) = (None, false);
     let mut note = |error| {
@@ -288,6 +320,9 @@ fn new_extent(
         }
         let port = pool.port(server);
         if let Some((_, error)) = (refusals.get(&port)).filter(|(least, _)| *least <= group.bytes) {
+            if opens && let Some(id) = pool.take_spare(server, group.bytes) {
+                return Ok((server, id));
+            }
             note(error.clone());
             continue;
         }
@@ -295,6 +330,9 @@ fn new_extent(
             Ok(extent) if extent.bytes >= group.bytes => return Ok((server, extent.id)),
             Ok(extent) => pool.drop_copy(server, extent.id),
             Err(error) => {
+                if opens && let Some(id) = pool.take_spare(server, group.bytes) {
+                    return Ok((server, id));
+                }
                 refusals.insert(port, (group.bytes, error.clone()));
                 note(error);
             }

@@ -47,6 +47,8 @@ pub(crate) enum Choice {
     Third,
     /// Holes are not given out: the extent's bytes are being copied.
     Sealed,
+    /// Holes are not given out: the extent is a column of a parity set.
+    Column,
     /// Holes are not given out: all copies are lost.
     Lost,
 }
@@ -59,6 +61,25 @@ struct ArenaExtent {
     choice: Choice,
     /// Number of slots that were allocated for writes that have not ended.
     writes: u32,
+    /// Number of slots that have been allocated, modulo 2^32.
+    allocated: u32,
+    /// Number of given-up writes that may still land.
+    doubts: u32,
+    /// Bytes of the holes.
+    free_bytes: u64,
+}
+
+/// Use of one extent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct ExtentUse {
+    /// Bytes of the holes.
+    pub(crate) free_bytes: u64,
+    /// Bytes of the slots.
+    pub(crate) used_bytes: u64,
+    /// Number of slots that have been allocated, modulo 2^32.
+    pub(crate) allocated: u32,
+    /// True if no write is under way, and nothing can land late.
+    pub(crate) is_settled: bool,
 }
 
 /// The extents of one server.
@@ -71,6 +92,8 @@ pub(crate) struct Arena {
     by_length: [BTreeSet<(u64, Slot)>; 3],
     /// Bytes of all holes.
     free_bytes: u64,
+    /// Bytes of the holes of columns.
+    pub(crate) column_free_bytes: u64,
     /// Bytes of all extents, without tails.
     usable_bytes: u64,
     /// Bytes of all extents, with tails.
@@ -86,6 +109,7 @@ impl Arena {
             holes: BTreeMap::new(),
             by_length: Default::default(),
             free_bytes: 0,
+            column_free_bytes: 0,
             usable_bytes: 0,
             granted_bytes: 0,
             reserved_bytes: 0,
@@ -103,6 +127,9 @@ impl Arena {
             usable_bytes: usable,
             choice: Choice::First,
             writes: 0,
+            allocated: 0,
+            doubts: 0,
+            free_bytes: 0,
         });
         self.granted_bytes += bytes;
         self.usable_bytes += usable;
@@ -118,9 +145,9 @@ impl Arena {
         extents.map(|extent| extent.granted_bytes).sum()
     }
 
-    /// Takes out unused extents that are not sealed, as long as the rest covers what is reserved,
-    /// and `held_bytes` in slots that are held beside that. Extents without a copy cover nothing.
-    /// Returns the indices.
+    /// Takes out unused extents that are neither sealed nor columns, as long as the rest covers
+    /// what is reserved, and `held_bytes` in slots that are held beside that. Extents without a
+    /// copy cover nothing. Returns the indices.
     pub(crate) fn take_surplus(&mut self, held_bytes: u64) -> Vec<u32> {
         let needed_bytes = self.reserved_bytes + held_bytes;
         let mut kept_bytes = self.kept_bytes();
@@ -131,30 +158,66 @@ impl Arena {
             };
             let (bytes, usable) = (extent.granted_bytes, extent.usable_bytes);
             let (is_sealed, is_lost) = (
-                extent.choice == Choice::Sealed,
+                matches!(extent.choice, Choice::Sealed | Choice::Column),
                 extent.choice == Choice::Lost,
             );
-            let start = start_of(index);
-            let unused = usable == 0 || self.holes.get(&start) == Some(&usable);
+            let unused = extent.free_bytes == usable;
             let is_surplus = is_lost || !is_sealed && kept_bytes >= needed_bytes + bytes;
             if unused && is_surplus {
-                self.granted_bytes -= bytes;
                 kept_bytes -= if is_lost { 0 } else { bytes };
-                self.usable_bytes -= usable;
-                if usable > 0 {
-                    self.remove(start, usable);
-                }
-                self.extents[index as usize] = None;
+                self.take(index);
                 taken.push(index);
             }
         }
         taken
     }
 
+    /// Takes an unused extent out. Does nothing if the arena does not have it.
+    pub(crate) fn take(&mut self, index: u32) {
+        let Some(Some(extent)) = self.extents.get(index as usize) else {
+            return;
+        };
+        let (bytes, usable) = (extent.granted_bytes, extent.usable_bytes);
+        self.granted_bytes -= bytes;
+        self.usable_bytes -= usable;
+        if usable > 0 {
+            self.remove(start_of(index), usable);
+        }
+        self.extents[index as usize] = None;
+    }
+
+    /// Returns the use of an extent; `None` if the arena does not have it.
+    pub(crate) fn use_of(&self, index: u32) -> Option<ExtentUse> {
+        let extent = self.extents.get(index as usize)?.as_ref()?;
+        Some(ExtentUse {
+            free_bytes: extent.free_bytes,
+            used_bytes: extent.usable_bytes - extent.free_bytes,
+            allocated: extent.allocated,
+            is_settled: extent.writes == 0 && extent.doubts == 0,
+        })
+    }
+
+    /// Counts a given-up write to an extent that may still land.
+    pub(crate) fn begin_doubt(&mut self, index: u32) {
+        if let Some(Some(extent)) = self.extents.get_mut(index as usize) {
+            extent.doubts += 1;
+        }
+    }
+
+    /// Ends what [`begin_doubt`](Self::begin_doubt) began.
+    pub(crate) fn end_doubt(&mut self, index: u32) {
+        if let Some(Some(extent)) = self.extents.get_mut(index as usize) {
+            extent.doubts -= 1;
+        }
+    }
+
     /// Takes all free space: start and length of each hole.
     pub(crate) fn take_holes(&mut self) -> BTreeMap<Slot, u64> {
         self.by_length.iter_mut().for_each(BTreeSet::clear);
         self.free_bytes = 0;
+        for extent in self.extents.iter_mut().flatten() {
+            extent.free_bytes = 0;
+        }
         std::mem::take(&mut self.holes)
     }
 
@@ -271,6 +334,12 @@ impl Arena {
         if before == choice {
             return;
         }
+        if before == Choice::Column {
+            self.column_free_bytes -= extent.free_bytes;
+        }
+        if choice == Choice::Column {
+            self.column_free_bytes += extent.free_bytes;
+        }
         for (&hole, &len) in self.holes.range(start_of(index)..start_of(index + 1)) {
             if let Some(by_length) = self.by_length.get_mut(before as usize) {
                 by_length.remove(&(len, hole));
@@ -306,6 +375,7 @@ impl Arena {
     pub(crate) fn begin_writes(&mut self, index: u32, slots: usize) {
         if let Some(Some(extent)) = self.extents.get_mut(index as usize) {
             extent.writes += slots as u32;
+            extent.allocated = extent.allocated.wrapping_add(slots as u32);
         }
     }
 
@@ -350,11 +420,14 @@ impl Arena {
         by_length.range((bytes, start_of(0))..).next().copied()
     }
 
-    /// Returns the holes by length among which those of an extent are; `None` if they are not given
-    /// out.
-    fn by_length_of(&mut self, index: u32) -> Option<&mut BTreeSet<(u64, Slot)>> {
-        let extent = self.extents[index as usize].as_ref();
-        let choice = extent.expect("a hole is in an extent").choice;
+    fn extent_of(&mut self, hole: Slot) -> &mut ArenaExtent {
+        let extent = self.extents[hole.extent as usize].as_mut();
+        extent.expect("a hole is in an extent")
+    }
+
+    /// Returns the holes by length among which a hole is; `None` if it is not given out.
+    fn by_length_of(&mut self, hole: Slot) -> Option<&mut BTreeSet<(u64, Slot)>> {
+        let choice = self.extent_of(hole).choice;
         self.by_length.get_mut(choice as usize)
     }
 
@@ -373,16 +446,26 @@ impl Arena {
 
     fn insert(&mut self, hole: Slot, len: u64) {
         self.free_bytes += len;
+        let extent = self.extent_of(hole);
+        extent.free_bytes += len;
+        if extent.choice == Choice::Column {
+            self.column_free_bytes += len;
+        }
         self.holes.insert(hole, len);
-        if let Some(by_length) = self.by_length_of(hole.extent) {
+        if let Some(by_length) = self.by_length_of(hole) {
             by_length.insert((len, hole));
         }
     }
 
     fn remove(&mut self, hole: Slot, len: u64) {
         self.free_bytes -= len;
+        let extent = self.extent_of(hole);
+        extent.free_bytes -= len;
+        if extent.choice == Choice::Column {
+            self.column_free_bytes -= len;
+        }
         self.holes.remove(&hole);
-        if let Some(by_length) = self.by_length_of(hole.extent) {
+        if let Some(by_length) = self.by_length_of(hole) {
             by_length.remove(&(len, hole));
         }
     }
@@ -400,280 +483,4 @@ fn behind(slot: Slot, bytes: u64) -> Slot {
 }
 
 #[cfg(test)]
-mod tests {
-    use std::collections::BTreeMap;
-
-    use proptest::prelude::*;
-
-    use super::*;
-    use crate::place::PLACE_UNIT;
-
-    #[test]
-    fn raw_pages_fill_an_extent_to_its_last_granule() {
-        for page_bytes in [4096u32, 65536, 2 << 20] {
-            let mut arena = Arena::new();
-            let bytes = 7 * (2 << 20) + GRANULE_BYTES;
-            arena.add(3, bytes);
-            let slots =
-                std::iter::from_fn(|| arena.alloc(page_bytes, Choice::First)).count() as u64;
-            assert_eq!(slots, bytes / u64::from(page_bytes));
-        }
-    }
-
-    #[derive(Clone, Debug)]
-    enum SlotStep {
-        Alloc(u32),
-        AllocRun(u32, usize),
-        Free(prop::sample::Index),
-    }
-
-    fn step() -> impl Strategy<Value = SlotStep> {
-        prop_oneof![
-            6 => (1u32..70_000).prop_map(SlotStep::Alloc),
-            3 => (12u32..17, 1usize..40).prop_map(|(bits, count)| SlotStep::AllocRun(1 << bits, count)),
-            5 => any::<prop::sample::Index>().prop_map(SlotStep::Free),
-        ]
-    }
-
-    proptest! {
-        #![proptest_config(ProptestConfig::with_cases(64))]
-        #[test]
-        fn live_slots_never_overlap_and_everything_returns(steps in prop::collection::vec(step(), 1..400)) {
-            let mut arena = Arena::new();
-            let extents = [(0, 3 << 20), (2, (1 << 20) + 3 * GRANULE_BYTES), (5, GRANULE_BYTES + 100)];
-            for (index, bytes) in extents {
-                arena.add(index, bytes);
-            }
-            // Slot -> length.
-            let mut live: BTreeMap<Slot, u32> = BTreeMap::new();
-            for step in steps {
-                match step {
-                    SlotStep::Alloc(bytes) | SlotStep::AllocRun(bytes, _) => {
-                        let mut slots = Vec::new();
-                        match step {
-                            SlotStep::AllocRun(_, count) => {
-                                arena.alloc_run(bytes, count, Choice::First, |slot| slots.push(slot));
-                                prop_assert!(slots.len() == count || arena.alloc(bytes, Choice::First).is_none());
-                            }
-                            _ => slots.extend(arena.alloc(bytes, Choice::First)),
-                        }
-                        for slot in slots {
-                            let end = slot.offset + u64::from(bytes);
-                            let extent = extents.iter().find(|(index, _)| *index == slot.extent).expect("a granted extent").1;
-                            prop_assert!(end <= extent && slot.offset.is_multiple_of(PLACE_UNIT));
-                            if let Some((below, len)) = live.range(..=slot).next_back() {
-                                prop_assert!(below.extent != slot.extent || below.offset + u64::from(*len) <= slot.offset);
-                            }
-                            if let Some((above, _)) = live.range(slot..).next() {
-                                prop_assert!(above.extent != slot.extent || end <= above.offset);
-                            }
-                            live.insert(slot, bytes);
-                        }
-                    }
-                    SlotStep::Free(_) if live.is_empty() => {}
-                    SlotStep::Free(index) => {
-                        let slot = *index.get(&live.keys().copied().collect::<Vec<_>>());
-                        let bytes = live.remove(&slot).expect("picked from the live ones");
-                        arena.free(slot, slot_bytes(bytes));
-                    }
-                }
-            }
-            let used: u64 = live.values().map(|&bytes| slot_bytes(bytes)).sum();
-            prop_assert_eq!(arena.used_bytes(), used);
-            // Another process takes the same slots out of the same extents, and none twice.
-            let mut other = Arena::new();
-            extents.iter().for_each(|&(index, bytes)| other.add(index, bytes));
-            for (&slot, &bytes) in &live {
-                prop_assert!(other.claim(slot, bytes) && !other.claim(slot, bytes));
-            }
-            prop_assert_eq!(&other.by_length, &arena.by_length);
-            for (index, bytes) in extents {
-                for offset in (0..bytes + 4096).step_by(1024) {
-                    let (slot, end) = (Slot { extent: index, offset }, offset + 1024);
-                    let mut taken = 0;
-                    for (live, &len) in live.range(start_of(index)..start_of(index + 1)) {
-                        let live_end = live.offset + slot_bytes(len);
-                        taken += live_end.min(end).saturating_sub(live.offset.max(offset));
-                    }
-                    prop_assert_eq!(arena.has(slot, 1024), taken == 1024);
-                }
-            }
-            prop_assert!(!arena.has(start_of(1), 64) && !arena.has(start_of(6), 64));
-            prop_assert_eq!(arena.take_surplus(0).len() < 3, !live.is_empty());
-            for (slot, bytes) in live {
-                arena.free(slot, slot_bytes(bytes));
-            }
-            arena.take_surplus(0);
-            prop_assert_eq!((arena.granted_bytes, arena.holes.len(), arena.by_length[0].len()), (0, 0, 0));
-        }
-    }
-
-    /// Pages that are rewritten with other lengths again and again, in order and at random, alone
-    /// and in runs, some of them raw: the space that was ever needed against the bytes stored.
-    #[test]
-    fn rewriting_pages_with_changing_lengths_keeps_the_space_compact() {
-        for (page_bytes, run_max, raw_in_ten, at_random) in [
-            (4096u64, 1, 0, false),
-            (4096, 1, 0, true),
-            (65536, 1, 0, false),
-            (65536, 1, 0, true),
-            (4096, 16, 3, false),
-            (65536, 16, 3, false),
-            (65536, 16, 3, true),
-            (65536, 16, 10, false),
-            (65536, 1, 10, true),
-        ] {
-            let mut arena = Arena::new();
-            arena.add(0, 1 << 30);
-            let mut next = numbers(page_bytes);
-            let pages = 4000;
-            let mut slots: Vec<Option<(Slot, u64)>> = vec![None; pages];
-            let mut worst = 0.0f64;
-            for pass in 0..10 {
-                let (mut from, mut written) = (0, 0);
-                while written < pages {
-                    if at_random && pass > 0 {
-                        from = next(pages);
-                    }
-                    let to = (from + 1 + next(run_max)).min(pages);
-                    let (raw, encoded): (Vec<_>, Vec<_>) =
-                        (from..to).partition(|_| next(10) < raw_in_ten);
-                    let mut new: Vec<_> = alloc_run(&mut arena, page_bytes, raw.len())
-                        .into_iter()
-                        .map(|slot| (slot, page_bytes))
-                        .collect();
-                    assert_eq!(new.len(), raw.len(), "there is room");
-                    for _ in &encoded {
-                        let bytes = page_bytes / 4 + next(page_bytes as usize / 2) as u64;
-                        new.push((
-                            arena
-                                .alloc(bytes as u32, Choice::First)
-                                .expect("there is room"),
-                            bytes,
-                        ));
-                    }
-                    for (page, new) in raw.into_iter().chain(encoded).zip(new) {
-                        if let Some((old, bytes)) = slots[page].replace(new) {
-                            arena.free(old, slot_bytes(bytes as u32));
-                        }
-                    }
-                    (from, written) = (to, written + to - from);
-                }
-                // Best fit leaves the end alone as long as anything else will do.
-                let (last, len) = arena.holes.last_key_value().expect("not full");
-                assert_eq!(last.offset + len, 1 << 30);
-                let stored: u64 = slots.iter().flatten().map(|(_, bytes)| bytes).sum();
-                worst = worst.max(last.offset as f64 / stored as f64);
-            }
-            println!(
-                "{page_bytes}-byte pages, {raw_in_ten} in 10 raw, runs of {run_max}, at random: {at_random}: {worst:.3} times what is stored"
-            );
-            assert!(worst < 1.1, "{worst}");
-        }
-    }
-
-    /// Returns a seeded generator that yields the same numbers on every machine.
-    fn numbers(seed: u64) -> impl FnMut(usize) -> usize {
-        let mut random = seed;
-        move |limit| {
-            random = random
-                .wrapping_mul(6_364_136_223_846_793_005)
-                .wrapping_add(1_442_695_040_888_963_407);
-            (random >> 33) as usize % limit
-        }
-    }
-
-    fn rows(slots: &[Slot], page_bytes: u64) -> usize {
-        let behind = |a: &Slot, b: &Slot| a.extent == b.extent && a.offset + page_bytes == b.offset;
-        slots.chunk_by(behind).count()
-    }
-
-    fn alloc_run(arena: &mut Arena, page_bytes: u64, count: usize) -> Vec<Slot> {
-        let mut slots = Vec::new();
-        arena.alloc_run(page_bytes as u32, count, Choice::First, |slot| {
-            slots.push(slot)
-        });
-        slots
-    }
-
-    #[test]
-    fn a_run_is_one_row_where_there_is_room_for_it() {
-        for (page_bytes, count) in [
-            (4096, 256),
-            (4096, 17),
-            (65536, 16),
-            (65536, 5),
-            (65536, 32),
-        ] {
-            let mut arena = Arena::new();
-            arena.add(0, 64 << 20);
-            for _ in 0..8 {
-                let slots = alloc_run(&mut arena, page_bytes, count);
-                assert_eq!((slots.len(), rows(&slots, page_bytes)), (count, 1));
-            }
-        }
-        let mut arena = Arena::new();
-        arena.add(0, 1 << 20);
-        let all = alloc_run(&mut arena, 65536, 20);
-        assert_eq!((all.len(), rows(&all, 65536)), (16, 1), "what there is");
-        all.iter()
-            .step_by(2)
-            .for_each(|slot| arena.free(*slot, 65536));
-        assert_eq!(alloc_run(&mut arena, 65536, 20).len(), 8, "in pieces");
-    }
-
-    /// Neighbouring pages that are written back together, mostly 16 of them, else some in a row.
-    #[test]
-    fn rewriting_runs_keeps_them_in_rows() {
-        let spare = 16 << 20;
-        for (page_bytes, whole_in_ten, written_max, read_max) in [
-            (4096u64, 9, 1.1, 1.4),
-            (65536, 9, 1.2, 1.5),
-            (65536, 5, 3.0, 5.0),
-        ] {
-            let pages = ((256 << 20) / page_bytes) as usize;
-            let mut arena = Arena::new();
-            arena.add(0, (256 << 20) + spare);
-            let mut next = numbers(page_bytes);
-            let mut slots = alloc_run(&mut arena, page_bytes, pages);
-            let (mut written, mut runs) = (0, 0);
-            let rounds = 10 * pages / 16;
-            for i in 0..rounds {
-                let mut from = next(pages / 16) * 16;
-                let mut to = from + 16;
-                if next(10) >= whole_in_ten {
-                    from += next(16);
-                    to = from + 1 + next(to - from);
-                }
-                let new = alloc_run(&mut arena, page_bytes, to - from);
-                assert_eq!(new.len(), to - from, "there is room");
-                if i > rounds / 2 {
-                    (written, runs) = (written + rows(&new, page_bytes), runs + 1);
-                }
-                for (old, new) in slots[from..to].iter_mut().zip(new) {
-                    arena.free(std::mem::replace(old, new), page_bytes);
-                }
-            }
-            let read: usize = slots.chunks(16).map(|run| rows(run, page_bytes)).sum();
-            let (written, read) = (
-                written as f64 / runs as f64,
-                read as f64 * 16.0 / pages as f64,
-            );
-            println!(
-                "{page_bytes}-byte pages, {whole_in_ten} in 10 whole: {written:.2} rows per run written, {read:.2} per 16 pages read"
-            );
-            assert!(written < written_max && read < read_max, "{written} {read}");
-        }
-    }
-
-    #[test]
-    #[should_panic(expected = "freed twice")]
-    fn freeing_twice_is_our_own_mistake() {
-        let mut arena = Arena::new();
-        arena.add(0, 1 << 20);
-        let slot = arena.alloc(4096, Choice::First).expect("there is room");
-        arena.alloc(4096, Choice::First);
-        arena.free(slot, 4096);
-        arena.free(slot, 4096);
-    }
-}
+mod tests;

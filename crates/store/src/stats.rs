@@ -28,13 +28,17 @@ macro_rules! counters {
             pub repaired_bytes: u64,
             /// Bytes of remote memory that are left on servers which are being emptied.
             pub draining_bytes: u64,
+            /// Bytes of remote memory whose pages have parity instead of copies.
+            pub sealed_bytes: u64,
+            /// Bytes of remote memory that are parity.
+            pub parity_bytes: u64,
             /// Largest error, as the bits of a non-negative float, which compare as the float does.
             error_bits: u64,
         }
 
         impl StoreStats {
-            /// Reads all counters. Bytes that are held, under-protected, repaired or draining are
-            /// counted elsewhere.
+            /// Reads all counters. Bytes that are held, under-protected, repaired, draining, sealed
+            /// or parity are counted elsewhere.
             pub fn snapshot(&self) -> StoreStatsSnapshot {
                 StoreStatsSnapshot {
                     $($name: self.$name.load(Relaxed),)*
@@ -42,6 +46,8 @@ macro_rules! counters {
                     under_protected_bytes: 0,
                     repaired_bytes: 0,
                     draining_bytes: 0,
+                    sealed_bytes: 0,
+                    parity_bytes: 0,
                     error_bits: self.error_bits.load(Relaxed),
                 }
             }
@@ -63,6 +69,8 @@ macro_rules! counters {
                         + other.under_protected_bytes,
                     repaired_bytes: self.repaired_bytes + other.repaired_bytes,
                     draining_bytes: self.draining_bytes + other.draining_bytes,
+                    sealed_bytes: self.sealed_bytes + other.sealed_bytes,
+                    parity_bytes: self.parity_bytes + other.parity_bytes,
                     error_bits: self.error_bits.max(other.error_bits),
                 }
             }

@@ -53,7 +53,7 @@ pub struct farpage_region_options {
     /// once. Bytes that a device writes into a page while it leaves are lost. Default: as
     /// FARPAGE_NO_DIRECT_IO says.
     pub no_direct_io: u32,
-    /// Copies of each page, as in the runtime's options. Default: those of the runtime for a region
+    /// Protection of pages, as in the runtime's options. Default: those of the runtime for a region
     /// without a name, and "none" for one with a name, which is refused with more. Not for stores
     /// and files.
     pub redundancy: *const c_char,

@@ -152,8 +152,9 @@ class Runtime:
         `page_size` is a power of two from 4 KiB to 2 MiB: small pages suit scattered accesses. By
         default it is the runtime's, or 64 KiB. `codec` says how pages are stored on the servers:
         "raw" (the default), "lz4", "shuffle", "adaptive", "zfp:accuracy=1e-6" (which loses
-        precision). `redundancy` says on how many servers each page is: "none" (the default), or
-        "copies=2" to "copies=4", of which all but one may die.
+        precision). `redundancy` says how pages outlive the death of servers: "none" (the
+        default), "copies=2" to "copies=4", of which all but one may die, or "parity=2+1" to
+        "parity=8+2", of which as many may die as the number behind the plus.
 
         Raises `CapacityError`, a `MemoryError`, if the servers have no room for it.
         """

@@ -15,7 +15,7 @@ use super::{
     staging::IoBuf,
     tag_of,
 };
-use crate::{pool::SlotPool, remote::RemoteStore};
+use crate::{place::slot_bytes, pool::SlotPool, remote::RemoteStore};
 
 impl<R, F: RunBuffer> IoQueue<R, F> {
     /// Begins to open channels that were lost.
@@ -86,12 +86,17 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
         }: SlotTransfer,
         buf: IoBuf<F>,
     ) {
+        let len = match verb {
+            // All copies have the same bytes in all of the slot, so that they can be compared.
+            Verb::Write if remote.pool.code().is_some() => slot_bytes(bytes) as u32,
+            _ => bytes,
+        };
         let op = Op {
             tag,
             verb,
             extent: extent.unwrap_or_else(|| remote.pool.extent(place)),
             offset: place.offset,
-            len: bytes,
+            len,
             buf,
         };
         self.ports[remote.pool.port(server)].post(op);

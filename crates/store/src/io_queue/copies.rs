@@ -9,13 +9,17 @@
 //! A page on one server has a home: the extent that has its bytes now. A READ that fails, or brings
 //! wrong bytes, is repeated there if they have moved since. A WRITE needs no such look: an extent
 //! does not move while a write to it is under way.
+//!
+//! A page in a parity set has a home, too. A READ that cannot go there is decoded (`decode.rs`).
 
 use farpage_fabric::{ChannelError, Op};
 
 use super::{
-    IoQueue, place_of,
+    IoQueue,
+    decode::Way,
+    place_of,
     port::DoubtfulSlots,
-    run::{Direction, IoRun, RunBuffer, RunPart, SlotTransfer, Task},
+    run::{Decoding, Direction, IoRun, RunBuffer, RunPart, SlotTransfer, Task},
     staging::IoBuf,
     tag_of,
 };
@@ -33,7 +37,8 @@ pub(super) struct Outlook {
     pub(super) in_time: bool,
     /// Positions of the members whose ports are open, as bits.
     pub(super) open: u8,
-    /// Positions of the Good members, as bits.
+    /// Positions of the Good members, as bits. [`DECODED`] is among them if the bytes can be
+    /// decoded.
     pub(super) good: u8,
 }
 
@@ -49,7 +54,7 @@ enum Step {
 
 impl SlotTransfer {
     /// Directs the next request to a member.
-    fn aim(&mut self, (at, member): (u8, Member)) {
+    pub(super) fn aim(&mut self, (at, member): (u8, Member)) {
         (self.member, self.server, self.extent) = (at, member.server, Some(member.id));
     }
 
@@ -60,9 +65,10 @@ impl SlotTransfer {
 
     /// Forgets the positions of copies that were tried, if a member was replaced since: they may
     /// name other extents now. No member is replaced while a WRITE to its group is under way.
-    fn follow(&mut self, group: &ExtentGroup) {
+    pub(super) fn follow(&mut self, group: &ExtentGroup) {
         if self.changes != group.changes {
             (self.tried, self.damaged, self.changes) = (0, 0, group.changes);
+            self.decoding = Decoding::default();
         }
     }
 
@@ -124,12 +130,21 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
             return;
         };
         transfer.follow(&group);
+        if way == Direction::Fill && self.aim_column(remote, &group, transfer) {
+            return;
+        }
         let first = match way {
             Direction::Fill => self.choose_copy(remote, &group, transfer, transfer.tried),
             Direction::WriteBack => self.next_write(remote, &group, transfer),
         };
+        let first = first.or_else(|| self.choose_any(remote, &group, transfer.tried));
+        if way == Direction::Fill
+            && first.is_none()
+            && self.aim_decoding(remote, transfer, Way::Awaited)
+        {
+            return;
+        }
         let first = first
-            .or_else(|| self.choose_any(remote, &group, transfer.tried))
             .or_else(|| self.choose_any(remote, &group, 0))
             .or_else(|| group.members().next());
         if let Some(first) = first {
@@ -139,7 +154,7 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
 
     /// Chooses the copy to read next: as [`choose_read`](Self::choose_read), and in a second look
     /// also one that is not Good. `None` if no port is open.
-    fn choose_copy(
+    pub(super) fn choose_copy(
         &mut self,
         remote: &RemoteStore,
         group: &ExtentGroup,
@@ -176,7 +191,7 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
         Outlook {
             in_time,
             open: group.map_or(0, |group| self.open_bits(remote, &group)),
-            good: group.map_or(0, |group| group.good_bits()),
+            good: group.map_or(0, |group| group.good_bits()) | self.decoded_bit(remote, transfer),
         }
     }
 
@@ -263,6 +278,9 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
         let (index, part) = place_of(tag);
         let run = self.take(index);
         let mut transfer = run.moving(part);
+        if transfer.is_decoded() {
+            return self.complete_source(index, run, part, transfer, buf, result);
+        }
         let bit = transfer.bit();
         match (run.way, &result) {
             (Direction::Fill, Ok(())) => {}
@@ -323,6 +341,19 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
             self.go_on(index, run, part, transfer, op.buf, Err(error));
             return None;
         }
+        if way == Direction::Fill {
+            let is_aimed = self.aim_column(remote, &group, &mut transfer)
+                || transfer.is_decoded()
+                    && self.ports[remote.pool.port(transfer.server)].is_lost()
+                    && self.aim_decoding(remote, &mut transfer, Way::Awaited);
+            if is_aimed {
+                self.send_again(op.tag, transfer, op.buf);
+                return None;
+            }
+            if transfer.is_decoded() {
+                return Some(op);
+            }
+        }
         let other = match way {
             Direction::Fill => self.choose_copy(remote, &group, &transfer, transfer.useless()),
             Direction::WriteBack => self.next_write(remote, &group, &transfer),
@@ -355,7 +386,7 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
     }
 
     /// Takes the step behind a request that has ended, or that cannot be posted.
-    fn go_on(
+    pub(super) fn go_on(
         &mut self,
         index: usize,
         mut run: IoRun<R, F>,
@@ -408,6 +439,9 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
             return Step::End(Err(error));
         };
         transfer.follow(&group);
+        if self.aim_column(remote, &group, transfer) {
+            return Step::Send;
+        }
         let mut next = self.choose_copy(remote, &group, transfer, transfer.tried);
         let may_wait = !self.passive && !transfer.is_second_look;
         if next.is_none() && may_wait {
@@ -417,6 +451,9 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
             // Every copy was tried: wait for any whose bytes are not damaged.
             transfer.tried = transfer.damaged;
             next = self.choose_any(remote, &group, transfer.tried);
+        }
+        if next.is_none() && may_wait && self.aim_decoding(remote, transfer, Way::Awaited) {
+            return Step::Send;
         }
         match next {
             Some(next) => {
@@ -526,8 +563,9 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
         let bytes = transfer.bytes / pages as u32;
         let slots = transfer.places(pages, run.store.page_bytes);
         let slots = slots.map(|place| SlotSpan { place, bytes }).collect();
-        pool.end_writes(place, pages);
+        // In this order: a group without writes under way and without doubts is settled.
         let slots = DoubtfulSlots::new(pool, slots);
+        pool.end_writes(place, pages);
         if transfer.doubt == 0 {
             return;
         }

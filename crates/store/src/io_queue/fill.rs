@@ -287,7 +287,13 @@ impl<R, F: RunBuffer> IoRun<R, F> {
         let bit = 1 << transfer.member;
         if !are_damaged {
             self.tally.failovers += u64::from(transfer.member != 0);
-            if let (true, Some(id)) = (transfer.damaged != 0, transfer.extent) {
+            if transfer.is_decoded() {
+                if transfer.damaged & 1 != 0 {
+                    remote
+                        .pool
+                        .mark_home_damaged(transfer.place, transfer.changes);
+                }
+            } else if let (true, Some(id)) = (transfer.damaged != 0, transfer.extent) {
                 let (server, state) = (transfer.server, MemberState::Good);
                 let right = Member { server, id, state };
                 let damaged = (transfer.damaged & !bit, transfer.changes);
@@ -299,6 +305,10 @@ impl<R, F: RunBuffer> IoRun<R, F> {
             return false;
         }
         let damaged = transfer.damaged | bit;
+        let decoding = match transfer.is_decoded() {
+            true => transfer.decoding.after_damage(),
+            false => transfer.decoding,
+        };
         let (rest, tried) = match transfer.is_second_look {
             true => (outlook.open & !transfer.tried & !bit, transfer.tried | bit),
             false => (outlook.good & !damaged, damaged),
@@ -307,6 +317,7 @@ impl<R, F: RunBuffer> IoRun<R, F> {
             attempts: transfer.attempts + 1,
             tried,
             damaged,
+            decoding,
             ..transfer
         };
         let is_alone = self.parts[part].pages == 1;

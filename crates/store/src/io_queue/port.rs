@@ -53,13 +53,15 @@ pub(super) struct Port<B> {
 pub(super) struct DoubtfulSlots {
     pool: Arc<SlotPool>,
     slots: Vec<SlotSpan>,
-    /// True if the slots are not used again: a port has ended, and nobody will know what lands.
+    /// True if the slots are not used again: a port has ended, and nobody will know what lands. The
+    /// doubt stays, so that the extent gets no parity.
     are_lost: AtomicBool,
 }
 
 impl DoubtfulSlots {
-    /// Makes the slots of a write that [ended](SlotPool::end_writes).
+    /// Makes the slots, in a row, of a write that [ends](SlotPool::end_writes).
     pub(super) fn new(pool: &Arc<SlotPool>, slots: Vec<SlotSpan>) -> Arc<Self> {
+        pool.begin_doubt(slots[0].place);
         Arc::new(Self {
             pool: pool.clone(),
             slots,
@@ -72,7 +74,10 @@ impl Drop for DoubtfulSlots {
     fn drop(&mut self) {
         match *self.are_lost.get_mut() {
             true => self.pool.settle_ended(self.slots.len()),
-            false => self.pool.abandon(&self.slots),
+            false => {
+                self.pool.abandon(&self.slots);
+                self.pool.end_doubt(self.slots[0].place);
+            }
         }
     }
 }

@@ -141,6 +141,8 @@ pub(super) struct IoRun<R, F> {
     open: usize,
     /// Counts of the ended pages, for the store's counters.
     pub(super) tally: StoreStatsSnapshot,
+    /// Sums of the sources of pages that are decoded, each where the page is in the run.
+    pub(super) sum: Option<RegBuf>,
     failed: Vec<(PageIndex, StoreError)>,
 }
 
@@ -214,6 +216,21 @@ pub(super) struct SlotTransfer {
     pub(super) changes: u32,
     /// True for a READ that repeats one whose bytes did not match their hash.
     pub(super) is_second_look: bool,
+    /// Decoding of the bytes out of other columns of the parity set.
+    pub(super) decoding: Decoding,
+}
+
+/// State of the decoding of a transfer's bytes. Positions are those of the parity set, as bits.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Decoding {
+    /// Positions of the extents that the bytes are computed from.
+    pub(super) sources: u16,
+    /// Positions of the sources that have not come.
+    pub(super) left: u16,
+    /// Positions of extents that refused to be read.
+    pub(super) refused: u16,
+    /// Number of choices of sources that brought damaged bytes.
+    pub(super) damaged: u8,
 }
 
 impl SlotTransfer {
@@ -233,6 +250,7 @@ impl SlotTransfer {
             awaited: 0,
             changes: 0,
             is_second_look: false,
+            decoding: Decoding::default(),
         }
     }
 
@@ -305,6 +323,7 @@ impl<R, F: RunBuffer> IoRun<R, F> {
             hashes,
             open: 1,
             tally: StoreStatsSnapshot::default(),
+            sum: None,
             failed: Vec::new(),
         }
     }

@@ -11,7 +11,7 @@ use farpage_fabric::{AllocError, Extent, ExtentId, Session};
 
 use super::SlotPool;
 use crate::{
-    groups::{Contents, ExtentGroup, Member, MemberState},
+    groups::{ContentsMove, ExtentGroup, Member, MemberState, SetView},
     place::SlotPlace,
     slots::Choice,
 };
@@ -40,6 +40,9 @@ impl SlotPool {
         let Some(group) = self.groups.get(index) else {
             return Choice::Lost;
         };
+        if group.column.is_some() {
+            return Choice::Column;
+        }
         let leaves = (group.members()).any(|(_, member)| self.is_leaving(member.server));
         if !self.has_copies() {
             return if leaves {
@@ -155,14 +158,18 @@ impl SlotPool {
         group.is_some_and(|group| group.good().any(|(_, member)| is_it(member)))
     }
 
-    /// Takes a group out of the choice of slots. False if it is gone.
+    /// Takes a group out of the choice of slots. False if it is gone. A parity extent has no slots.
     pub(crate) fn seal(&self, index: u32) -> bool {
         self.sealed.fetch_add(1, Ordering::Relaxed);
-        let is_here = self.arenas.iter().any(|arena| {
-            let mut arena = arena.lock();
-            arena.choose(index, Choice::Sealed);
-            arena.has_extent(index)
-        });
+        let is_here = self
+            .groups
+            .set_of(index)
+            .is_some_and(|view| view.is_parity())
+            || self.arenas.iter().any(|arena| {
+                let mut arena = arena.lock();
+                arena.choose(index, Choice::Sealed);
+                arena.has_extent(index)
+            });
         if !is_here {
             self.sealed.fetch_sub(1, Ordering::Relaxed);
         }
@@ -186,8 +193,12 @@ impl SlotPool {
     }
 
     /// Returns start and length of each piece in use of a sealed group to which no write is under
-    /// way; `None` while one is.
+    /// way; `None` while one is. All of a column is in use: its parity is that of its holes, too.
     pub(crate) fn pieces_at_rest(&self, index: u32) -> Option<Vec<(u64, u64)>> {
+        let group = self.groups.get(index)?;
+        if group.column.is_some() {
+            return Some(vec![(0, group.bytes)]);
+        }
         self.arenas.iter().find_map(|arena| {
             let arena = arena.lock();
             let is_here = arena.has_extent(index) && arena.writes(index) == 0;
@@ -216,21 +227,22 @@ impl SlotPool {
         let state = MemberState::Good;
         let new = new.map(|(server, id)| Member { server, id, state });
         let group = self.groups.get(index).expect("a sealed extent is kept");
-        let (contents, [before, now]) = self.groups.replace(index, at, new);
-        if before != now {
-            let Contents {
-                plain_bytes,
-                stored_bytes,
-            } = contents;
-            (self.session(before)).add_contents(-plain_bytes, -stored_bytes);
-            (self.session(now)).add_contents(plain_bytes, stored_bytes);
-        }
+        self.show_contents(self.groups.replace(index, at, new));
         if let Some(new) = new {
             self.count_copy(new.server, group.bytes);
         }
         if let Some(old) = group.member(at) {
             self.uncount_copy(old.server, group.bytes);
             self.release(old.server as usize, old.id);
+        }
+    }
+
+    /// Lets the server that has a group's home show the group's contents.
+    pub(super) fn show_contents(&self, it: ContentsMove) {
+        if it.before != it.now {
+            let (plain, stored) = (it.contents.plain_bytes, it.contents.stored_bytes);
+            (self.session(it.before)).add_contents(-plain, -stored);
+            (self.session(it.now)).add_contents(plain, stored);
         }
     }
 
@@ -278,7 +290,7 @@ impl SlotPool {
             return 0;
         }
         let groups = self.groups.all().into_iter().flatten();
-        (groups.filter(ExtentGroup::lacks_copies))
+        (groups.filter(ExtentGroup::is_under_protected))
             .map(|group| group.bytes)
             .sum()
     }
@@ -286,9 +298,11 @@ impl SlotPool {
     /// Returns the endpoints of a place's servers, for people.
     pub(crate) fn endpoints(&self, place: SlotPlace) -> String {
         let group = self.groups.get(place.extent);
-        let members = group.iter().flat_map(ExtentGroup::members);
+        let members = (group.iter().flat_map(ExtentGroup::members)).map(|(_, member)| member);
+        let set = self.groups.set_of(place.extent);
+        let members = members.chain(set.iter().flat_map(SetView::others));
         let names: Vec<_> = members
-            .map(|(_, member)| self.endpoint(member.server).to_string())
+            .map(|member| self.endpoint(member.server).to_string())
             .collect();
         match names.is_empty() {
             true => self.endpoint(place.server).to_string(),

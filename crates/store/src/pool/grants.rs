@@ -17,6 +17,11 @@ const GROUP_BYTES_MAX: u64 = 64 << 20;
 /// Shortest extent that a pool with copies asks for, if servers have it. Less than without copies,
 /// since each is taken from several servers.
 const GROUP_BYTES_MIN: u64 = 4 << 20;
+/// Longest extent of a pool with parity, so that a set is soon made, and opened.
+const COLUMN_BYTES_MAX: u64 = 16 << 20;
+/// Part of a region that an extent with parity has at most. Extents of a set have one length, and
+/// those that are left over have no parity.
+const COLUMN_PART: u64 = 256;
 /// Length below which room for copies is not looked for in shorter extents.
 const PIECE_BYTES_MIN: u64 = 1 << 20;
 /// Shortest extent that a shared pool asks for, if the server has it: many small regions then share
@@ -71,7 +76,10 @@ impl SlotPool {
         let servers = self.servers.len();
         let first = self.next_server.fetch_add(1, Ordering::Relaxed);
         let mut promised = vec![0u64; servers];
-        let mut most = bytes.div_ceil(servers as u64).min(GROUP_BYTES_MAX);
+        let mut most = match self.code() {
+            Some(_) => column_bytes(bytes).max(unit),
+            None => bytes.div_ceil(servers as u64).min(GROUP_BYTES_MAX),
+        };
         let (mut left, mut turn) = (bytes, 0);
         while left > 0 {
             let piece = most.min(left).next_multiple_of(unit);
@@ -135,7 +143,11 @@ impl SlotPool {
     /// Asks a server for an extent of at least `least` bytes, and other servers for its copies. At
     /// least `copies_min` are granted.
     fn grant(&self, server: usize, least: u64, copies_min: usize) -> Result<u64, AllocError> {
-        let wish = least.max(self.extent_bytes_min(server));
+        let wish = match self.code() {
+            // Lengths are powers of two, so that extents find others of their length for a set.
+            Some(_) => least.max(self.extent_bytes_min(server)).next_power_of_two(),
+            None => least.max(self.extent_bytes_min(server)),
+        };
         let group = match self.grant_copies(server, wish, copies_min) {
             Err(AllocError::Full { .. }) if least < wish => {
                 self.grant_copies(server, least, copies_min)?
@@ -252,9 +264,10 @@ impl SlotPool {
 
     /// Returns the most bytes that one extent has.
     fn extent_bytes_max(&self) -> u64 {
-        match self.has_copies() {
-            true => GROUP_BYTES_MAX,
-            false => EXTENT_BYTES_MAX,
+        match (self.code(), self.has_copies()) {
+            (Some(_), _) => COLUMN_BYTES_MAX,
+            (None, true) => GROUP_BYTES_MAX,
+            (None, false) => EXTENT_BYTES_MAX,
         }
     }
 
@@ -263,6 +276,9 @@ impl SlotPool {
     /// Extents beside a reservation have the reservation's length, so that any of them can stay
     /// when the others are given back.
     fn extent_bytes_min(&self, server: usize) -> u64 {
+        if self.code().is_some() {
+            return column_bytes(self.granted_bytes());
+        }
         if !self.is_own() {
             return if self.has_copies() {
                 GROUP_BYTES_MIN
@@ -285,11 +301,12 @@ impl SlotPool {
         let Some(refused) = self.growing.try_lock() else {
             return Growth::UnderWay(None);
         };
-        if self.grants() != grants {
+        if self.grants() != grants || self.await_room() {
             return Growth::UnderWay(None);
         }
         let said = match &*refused {
             Some((at, error)) if at.elapsed() < FULL_PAUSE => {
+                self.await_any_room();
                 return Growth::Refused(error.clone());
             }
             said => said.as_ref().map(|(_, error)| error.clone()),
@@ -379,6 +396,12 @@ impl SlotPool {
         *refused = Some((Instant::now(), error.clone()));
         Err(error)
     }
+}
+
+/// Returns the length of the extents of a pool with parity that has, or is to have, `bytes` bytes.
+fn column_bytes(bytes: u64) -> u64 {
+    let part = (bytes / COLUMN_PART).clamp(GRANULE_BYTES, COLUMN_BYTES_MAX);
+    1 << part.ilog2()
 }
 
 /// Turns the refusal of one extent into that of all `lacking` bytes, of which `granted` had been

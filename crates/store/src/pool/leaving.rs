@@ -73,7 +73,7 @@ impl SlotPool {
             let members = group.members().filter(on_port).count();
             members as u64 * group.bytes
         };
-        groups.map(bytes).sum()
+        groups.map(bytes).sum::<u64>() + self.spare_bytes(|server| self.port(server) == port)
     }
 
     /// True if the pool has anything at a server, by its port, or owes the server an extent.
@@ -84,11 +84,18 @@ impl SlotPool {
     /// Returns the bytes on a server, by its port, that have no Good copy elsewhere.
     pub(crate) fn bytes_only_on(&self, port: usize) -> u64 {
         let is_on_port = |(_, member): &(u8, Member)| self.port(member.server) == port;
-        let groups = self.groups.all().into_iter().flatten();
-        let is_only_there = |group: &ExtentGroup| {
-            group.members().any(|it| is_on_port(&it)) && group.good().all(|it| is_on_port(&it))
+        let groups = (0..).zip(self.groups.all());
+        let groups = groups.filter_map(|(index, group)| Some((index, group?)));
+        let is_elsewhere = |it: &Member| self.port(it.server) != port;
+        let is_only_there = |(index, group): &(u32, ExtentGroup)| {
+            let view = self.groups.set_of(*index);
+            group.members().any(|it| is_on_port(&it))
+                && group.good().all(|it| is_on_port(&it))
+                && view.is_none_or(|view| view.sources(0, is_elsewhere).is_none())
         };
-        groups.filter(is_only_there).map(|group| group.bytes).sum()
+        (groups.filter(is_only_there))
+            .map(|(_, group)| group.bytes)
+            .sum()
     }
 
     /// True if extents are to go back to a server, by its port, once it answers.

@@ -21,6 +21,7 @@ pub(super) fn impatient() -> ClusterOptions {
         deadline: Duration::from_secs(30),
         dead_after: Duration::ZERO,
         repair_rate: None,
+        seal_after: Duration::ZERO,
         ..ClusterOptions::default()
     }
 }
@@ -556,7 +557,7 @@ fn copies_that_cannot_be_kept_are_refused_and_take_nothing() {
     ));
     for copies in [0, 1, 5] {
         let error = create(&options(copies)).expect_err("no such number");
-        assert!(matches!(error, CreateError::Copies { .. }), "{error}");
+        assert!(matches!(error, CreateError::Redundancy { .. }), "{error}");
     }
     let named = RemoteOptions {
         name: Some("kept".to_owned()),

@@ -10,6 +10,7 @@ mod named;
 mod outages;
 mod own;
 mod pages;
+mod parity;
 mod readers;
 mod repairs;
 mod room;

@@ -1,0 +1,302 @@
+//! Parity sets of a [`SlotPool`]: what their making and their end need of the pool.
+//!
+//! The rule it keeps: no slot of a column is given out, and a column's extents change only while
+//! the column is sealed. Computing parity is left to the [set maker](crate::set_maker).
+
+use std::{
+    sync::atomic::Ordering,
+    time::{Duration, Instant},
+};
+
+use farpage_fabric::ExtentId;
+
+use super::{SlotPool, spares::SpareExtent};
+use crate::{
+    groups::{ExtentGroup, Member, SetView},
+    parity::{ParityCode, ParitySet},
+    place::SlotPlace,
+    slots::ExtentUse,
+};
+
+/// Part of a pool that may be room in sets before a set is opened rather than the pool grown: with
+/// four data extents and one of parity, the memory is then 1.43 times the pages.
+const ROOM_PART: u64 = 8;
+/// Time within which a set is opened while writes wait; then the pool grows.
+const OPENING_WITHIN: Duration = Duration::from_secs(1);
+
+impl SlotPool {
+    /// Returns the code of a pool with parity.
+    pub(crate) fn code(&self) -> Option<ParityCode> {
+        self.redundancy.code()
+    }
+
+    /// Returns the number of a server that is the same for all numbers of one server.
+    pub(crate) fn first_number(&self, server: u8) -> u8 {
+        let first = (0..server).find(|&before| self.is_same(before, server));
+        first.unwrap_or(server)
+    }
+
+    /// Returns the sources that a group's bytes can be computed from, if it is in a set.
+    pub(crate) fn sources(&self, index: u32) -> Option<(SetView, u16)> {
+        let view = self.groups.set_of(index)?;
+        let sources = view.sources(0, |member| self.is_usable(member.server))?;
+        Some((view, sources))
+    }
+
+    /// Notes that the home of a column has damaged bytes: decoded ones were right. `changes` is the
+    /// group's number when the bytes were read. For signal handlers, too.
+    pub(crate) fn mark_home_damaged(&self, place: SlotPlace, changes: u32) {
+        let home = self.group(place).and_then(|group| group.member(0));
+        if let Some(home) = home {
+            self.mark_damaged(place, (1, changes), home);
+        }
+    }
+
+    /// Returns the use of a group; `None` for a parity extent, and a group that is gone.
+    pub(crate) fn use_of(&self, index: u32) -> Option<ExtentUse> {
+        self.arenas
+            .iter()
+            .find_map(|arena| arena.lock().use_of(index))
+    }
+
+    /// Counts a given-up write that may still land.
+    pub(crate) fn begin_doubt(&self, place: SlotPlace) {
+        let arena = &self.arenas[usize::from(place.server)];
+        arena.lock().begin_doubt(place.extent);
+    }
+
+    /// Ends what [`begin_doubt`](Self::begin_doubt) began: nothing lands any more.
+    pub(crate) fn end_doubt(&self, place: SlotPlace) {
+        let arena = &self.arenas[usize::from(place.server)];
+        arena.lock().end_doubt(place.extent);
+    }
+
+    /// Makes a set of sealed groups, and gives their additional copies back: see
+    /// [`GroupTable::code`](crate::groups::GroupTable::code). False if a group has changed.
+    pub(crate) fn make_set(
+        &self,
+        code: ParityCode,
+        columns: &[(u32, ExtentGroup, u8)],
+        parity: &[(u8, ExtentId)],
+    ) -> bool {
+        let Some((rest, moves)) = self.groups.code(code, columns, parity) else {
+            return false;
+        };
+        let bytes = columns[0].1.bytes;
+        moves.into_iter().for_each(|it| self.show_contents(it));
+        parity
+            .iter()
+            .for_each(|(server, _)| self.count_copy(*server, bytes));
+        self.release_members(&rest, bytes);
+        true
+    }
+
+    /// Ends the opening of a set: its columns have their copies, and the parity goes back. False if
+    /// a copy is missing.
+    pub(crate) fn dissolve_set(&self, number: u32, set: &ParitySet) -> bool {
+        let Some(parity) = self.groups.dissolve(number) else {
+            return false;
+        };
+        for group in &parity {
+            let members: Vec<Member> = group.members().map(|(_, member)| member).collect();
+            self.release_members(&members, group.bytes);
+        }
+        *self.room_awaited.lock() = None;
+        for &index in set.columns() {
+            for arena in self.arenas.iter() {
+                let mut arena = arena.lock();
+                // Looked up under the lock: what changes later comes by `follow_health`.
+                arena.choose(index, self.choice_of(index));
+            }
+        }
+        true
+    }
+
+    /// Gives up the opening of a set, and the copies that were made.
+    pub(crate) fn keep_set(&self, number: u32, set: &ParitySet) {
+        let bytes = (self.groups.get(set.columns()[0])).map_or(0, |group| group.bytes);
+        let rest = self.groups.keep_closed(number);
+        self.release_members(&rest, bytes);
+    }
+
+    /// Begins to open a set: its columns lack copies from now on. False if there is no such set.
+    pub(crate) fn open_set(&self, number: u32) -> bool {
+        self.groups.open(number, self.copies)
+    }
+
+    /// True if a write waits for room that a set may have.
+    pub(crate) fn is_room_awaited(&self) -> bool {
+        self.room_awaited.lock().is_some()
+    }
+
+    /// Asks for a set to be opened, if that makes much room. True if the caller is to wait for it
+    /// instead of asking servers for memory: an eighth of the pool or more is room in sets. After a
+    /// second without a set that was opened, servers are asked in any case.
+    pub(super) fn await_room(&self) -> bool {
+        let in_sets = self.room_in_sets();
+        if in_sets == 0 || in_sets < self.granted_bytes() / ROOM_PART {
+            return false;
+        }
+        self.ask_for_opening().elapsed() < OPENING_WITHIN
+    }
+
+    /// Asks for a set to be opened, since servers have no room. Does nothing without room in sets.
+    pub(super) fn await_any_room(&self) {
+        if self.room_in_sets() > 0 {
+            self.ask_for_opening();
+        }
+    }
+
+    /// Asks for a set to be opened. Returns the time since when that is so.
+    fn ask_for_opening(&self) -> Instant {
+        let since = *self.room_awaited.lock().get_or_insert_with(Instant::now);
+        self.health.wake();
+        since
+    }
+
+    /// Returns the bytes of holes in columns: opening sets makes that much room.
+    pub(crate) fn room_in_sets(&self) -> u64 {
+        let arenas = self.arenas.iter();
+        arenas.map(|arena| arena.lock().column_free_bytes).sum()
+    }
+
+    /// Returns the bytes that this pool has on a server.
+    pub(crate) fn copied_bytes_on(&self, server: u8) -> u64 {
+        self.copied_bytes[usize::from(server)].load(Ordering::Relaxed)
+    }
+
+    /// Counts copies that differ, and parity that came back damaged.
+    pub(crate) fn count_differing(&self) {
+        self.differing.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Returns the number of times that copies differed, or parity came back damaged.
+    pub(crate) fn differing(&self) -> u64 {
+        self.differing.load(Ordering::Relaxed)
+    }
+
+    fn release_members(&self, members: &[Member], bytes: u64) {
+        for &Member { server, id, .. } in members {
+            self.uncount_copy(server, bytes);
+            if !self.keep_spare(SpareExtent { server, id, bytes }) {
+                self.release(usize::from(server), id);
+            }
+        }
+    }
+
+    /// Keeps an extent that nothing lands in any more, unless there are enough: as many of each
+    /// length on each server as there are parities. With these a set can be opened if servers have
+    /// no room, whichever servers its homes are on: the copies of a column go to the servers behind
+    /// its home, and homes of a set are on different servers. A pool without reservations keeps
+    /// none.
+    fn keep_spare(&self, spare: SpareExtent) -> bool {
+        let is_lacking = self.is_spare_lacking(spare.server, spare.bytes);
+        if is_lacking {
+            self.spares.lock().push(spare);
+        }
+        is_lacking
+    }
+
+    /// True if an extent of the length is to be kept on the server.
+    fn is_spare_lacking(&self, server: u8, bytes: u64) -> bool {
+        let Some(code) = self.code().filter(|_| self.may_grant(server)) else {
+            return false;
+        };
+        let is_reserved = (self.arenas.iter()).any(|arena| arena.lock().reserved_bytes > 0);
+        let spares = self.spares.lock();
+        let alike = spares.iter().filter(|it| it.is_for(server, bytes));
+        is_reserved && alike.count() < usize::from(code.parity)
+    }
+
+    /// Takes an extent that was kept on a server.
+    pub(crate) fn take_spare(&self, server: u8, bytes: u64) -> Option<ExtentId> {
+        let mut spares = self.spares.lock();
+        let at = spares.iter().position(|it| it.is_for(server, bytes))?;
+        Some(spares.swap_remove(at).id)
+    }
+
+    /// Gives an extent back in which something may still land. Asks for another one to keep, if
+    /// there are too few.
+    pub(crate) fn renew_spare(&self, server: u8, id: ExtentId, bytes: u64) {
+        self.drop_copy(server, id);
+        if self.is_spare_lacking(server, bytes)
+            && let Ok(extent) = self.grant_copy(server, bytes)
+        {
+            let id = extent.id;
+            self.spares.lock().push(SpareExtent { server, id, bytes });
+        }
+    }
+
+    /// Returns the bytes that are kept on servers.
+    pub(super) fn spare_bytes(&self, is_on: impl Fn(u8) -> bool) -> u64 {
+        let spares = self.spares.lock();
+        let found = spares.iter().filter(|it| is_on(it.server));
+        found.map(|it| it.bytes).sum()
+    }
+
+    /// Gives back extents that were kept.
+    pub(super) fn release_spares(&self, which: impl Fn(&SpareExtent) -> bool) {
+        let spares: Vec<SpareExtent> = {
+            let mut spares = self.spares.lock();
+            spares.extract_if(.., |it| which(it)).collect()
+        };
+        for SpareExtent { server, id, .. } in spares {
+            self.release(usize::from(server), id);
+        }
+    }
+
+    /// Gives back extents that were kept and serve no more: on servers that leave or are lost, and
+    /// all once nothing is reserved.
+    pub(crate) fn release_useless_spares(&self) {
+        let is_reserved = (self.arenas.iter()).any(|arena| arena.lock().reserved_bytes > 0);
+        let is_lost = |server: u8| self.session(server).loss(false).is_some();
+        self.release_spares(|it| !is_reserved || self.is_leaving(it.server) || is_lost(it.server));
+    }
+
+    /// Returns the bytes that regions were promised, or that are held for snapshots.
+    fn needed_bytes(&self) -> u64 {
+        let reserved = self.arenas.iter().map(|arena| arena.lock().reserved_bytes);
+        reserved.sum::<u64>() + self.snapshots.held_bytes()
+    }
+
+    /// Gives back sets in which no slot is in use, unless regions were promised their room. For the
+    /// thread that repairs, which alone changes sets.
+    pub(crate) fn release_unused_sets(&self) {
+        let _one_at_a_time = self.growing.lock();
+        let needed_bytes = self.needed_bytes();
+        for (number, set) in self.groups.sets() {
+            let columns = set.columns().iter();
+            let bytes: u64 = (columns.filter_map(|&index| self.groups.get(index)))
+                .map(|group| group.bytes)
+                .sum();
+            let is_surplus = self.granted_bytes() >= needed_bytes + bytes;
+            if self.live_bytes(&set) > 0 || set.is_opening || !is_surplus {
+                continue;
+            }
+            for &index in set.columns() {
+                self.arenas
+                    .iter()
+                    .for_each(|arena| arena.lock().take(index));
+            }
+            let groups = self.groups.remove_set(number);
+            groups.iter().for_each(|group| self.release_group(group));
+        }
+    }
+
+    /// Returns the bytes of the slots of a set that are in use.
+    pub(crate) fn live_bytes(&self, set: &ParitySet) -> u64 {
+        let columns = set.columns().iter();
+        let used = columns.filter_map(|&index| self.use_of(index));
+        used.map(|it| it.used_bytes).sum()
+    }
+
+    /// Returns the bytes of the columns of all sets, and of their parity extents.
+    pub(crate) fn sealed_bytes(&self) -> (u64, u64) {
+        let bytes_of = |index: &u32| self.groups.get(*index).map_or(0, |group| group.bytes);
+        let sets = self.groups.sets().into_iter().map(|(_, set)| {
+            let columns: u64 = set.columns().iter().map(bytes_of).sum();
+            (columns, set.parity().iter().map(bytes_of).sum::<u64>())
+        });
+        sets.fold((0, 0), |sum, set| (sum.0 + set.0, sum.1 + set.1))
+    }
+}
