@@ -489,6 +489,7 @@ mod tests {
     use std::net::TcpListener;
 
     use farpage_wire::{
+        Persistence,
         control::{HELLO_BYTES, Lease},
         data::OP_HEADER_BYTES,
     };
@@ -508,6 +509,7 @@ mod tests {
                     secret: Secret([1; 16]),
                     lease_ms: 60_000,
                     paged: false,
+                    persistence: Persistence::Never,
                 },
                 Request::Grant { bytes, atomics, .. } => Response::Granted {
                     extent: Lease {
