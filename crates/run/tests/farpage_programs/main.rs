@@ -122,7 +122,6 @@ fn run_with(
     command
         .args(&words[1..])
         .envs(cases::ENVIRONMENT)
-        .env_remove(PARTS)
         .stdin(Stdio::null())
         .stdout(fs::File::create(&out).unwrap())
         .stderr(fs::File::create(&err).unwrap())
@@ -197,7 +196,6 @@ struct Server {
 impl Server {
     fn start() -> Server {
         let mut process = Command::new(binary("farpage-memserver"))
-            .env_remove(PARTS)
             .args([
                 "serve",
                 "--listen",
