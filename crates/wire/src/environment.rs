@@ -52,9 +52,10 @@ const SETTINGS: [&str; 39] = [
 ];
 
 /// Variables of this repository's own tests.
-const OF_TESTS: [&str; 11] = [
+const OF_TESTS: [&str; 12] = [
     "FARPAGE_BINARIES",
     "FARPAGE_FUZZ_PAGES",
+    "FARPAGE_PARTS",
     "FARPAGE_PROGRAMS",
     "FARPAGE_PROGRESS",
     "FARPAGE_PYTHON",

@@ -61,6 +61,9 @@ pub(crate) struct Case {
     input: Input,
     /// A server of its own kind: a client loads it, and prints its contents.
     is_served: bool,
+    /// A program that touches all of its memory at random, again and again: it gets no less than a
+    /// half, below which it takes minutes.
+    is_random: bool,
 }
 
 const fn case(name: &'static str, words: &'static [&'static str], input: Input) -> Case {
@@ -69,6 +72,14 @@ const fn case(name: &'static str, words: &'static [&'static str], input: Input) 
         words,
         input,
         is_served: false,
+        is_random: false,
+    }
+}
+
+const fn random(case: Case) -> Case {
+    Case {
+        is_random: true,
+        ..case
     }
 }
 
@@ -78,6 +89,7 @@ const fn served(name: &'static str, words: &'static [&'static str]) -> Case {
         words,
         input: Input::Nothing,
         is_served: true,
+        is_random: false,
     }
 }
 
@@ -189,7 +201,7 @@ const CASES: [Case; 25] = [
     objects!("java", ".java", "/usr/bin/java", "-Xmx384m", "IN.java"),
     objects!("node", ".js", "/usr/bin/node", "IN.js"),
     objects!("perl", ".pl", "/usr/bin/perl", "IN.pl"),
-    objects!("gawk", ".gawk", "/usr/bin/gawk", "-f", "IN.gawk"),
+    random(objects!("gawk", ".gawk", "/usr/bin/gawk", "-f", "IN.gawk")),
     objects!("r", ".R", "/usr/bin/Rscript", "IN.R"),
     objects!(
         "octave",
@@ -202,12 +214,12 @@ const CASES: [Case; 25] = [
     objects!("jq", ".jq", "/usr/bin/jq", "-n", "-f", "IN.jq"),
     objects!("swipl", ".prolog", "/usr/bin/swipl", "IN.prolog"),
     objects!("sbcl", ".lisp", "/usr/bin/sbcl", "--script", "IN.lisp"),
-    objects!("tclsh", ".tcl", "/usr/bin/tclsh", "IN.tcl"),
-    case(
+    random(objects!("tclsh", ".tcl", "/usr/bin/tclsh", "IN.tcl")),
+    random(case(
         "unordered_map",
         &["IN.program"],
         Input::Compiled(include_str!("sources/objects.cpp")),
-    ),
+    )),
 ];
 
 pub(crate) fn all() -> impl Iterator<Item = Case> {
@@ -227,6 +239,14 @@ impl Case {
         };
         let program = PathBuf::from(program);
         (!program.exists()).then(|| program.display().to_string())
+    }
+
+    /// Returns the number of parts of the memory, one of which is local, of `parts` at most.
+    pub(crate) fn parts(&self, parts: u64) -> u64 {
+        match self.is_random {
+            true => parts.min(2),
+            false => parts,
+        }
     }
 
     /// Returns the whole command, with `before` just before the program.

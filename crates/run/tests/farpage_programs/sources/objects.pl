@@ -2,9 +2,9 @@
 use strict;
 use warnings;
 my ($seed, %counts) = (7);
-for (1 .. 1_500_000) {
+for (1 .. 700_000) {
     $seed = ($seed * 1103515245 + 12345) % 2147483648;
-    $counts{ "word-" . ($seed >> 8) % 700_000 }++;
+    $counts{ "word-" . ($seed >> 8) % 350_000 }++;
 }
 my @order = sort { $counts{$b} <=> $counts{$a} || $a cmp $b } keys %counts;
 print scalar(@order), "\n";

@@ -1,8 +1,8 @@
 # Counts words in an array, and sorts them.
 set seed 7
-for {set i 0} {$i < 600000} {incr i} {
+for {set i 0} {$i < 250000} {incr i} {
     set seed [expr {($seed * 1103515245 + 12345) % 2147483648}]
-    incr counts(word-[expr {($seed >> 8) % 400000}])
+    incr counts(word-[expr {($seed >> 8) % 160000}])
 }
 set order [lsort [array names counts]]
 puts [llength $order]
