@@ -251,10 +251,6 @@ impl SealedGroup {
                         cluster.health.failed(pool.port(failed));
                     }
                     failure = Some(error.to_string());
-                    if failed == server {
-                        // A WRITE that seems lost may land late: another extent is granted.
-                        break;
-                    }
                 }
             }
             if !pool.is_usable(server) {

@@ -191,7 +191,9 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
         Outlook {
             in_time,
             open: group.map_or(0, |group| self.open_bits(remote, &group)),
-            good: group.map_or(0, |group| group.good_bits()) | self.decoded_bit(remote, transfer),
+            good: group.map_or(0, |group| {
+                group.good_bits() | self.decoded_bit(remote, &group, transfer)
+            }),
         }
     }
 

@@ -85,8 +85,20 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
     }
 
     /// Returns the position of decoded bytes, as a bit, if the bytes can be decoded: after damage,
-    /// from other sources than before.
-    pub(super) fn decoded_bit(&self, remote: &RemoteStore, transfer: &SlotTransfer) -> u8 {
+    /// from other sources than before. Before any damage a column counts as one that can be, since
+    /// a look at its set would take time from each READ.
+    pub(super) fn decoded_bit(
+        &self,
+        remote: &RemoteStore,
+        group: &ExtentGroup,
+        transfer: &SlotTransfer,
+    ) -> u8 {
+        if group.column.is_none() {
+            return 0;
+        }
+        if transfer.damaged == 0 && !transfer.is_decoded() {
+            return 1 << DECODED;
+        }
         let decoding = match transfer.is_decoded() {
             true => transfer.decoding.after_damage(),
             false => transfer.decoding,
