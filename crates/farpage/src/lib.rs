@@ -100,7 +100,8 @@
 //! - A parent that returns from `main`, or calls `exit`, waits for children that still have its
 //!   memory. A parent that is killed, or calls `_exit` or `exec`, takes them along: a program that
 //!   becomes a daemon builds its runtime afterwards.
-//!   A child that has closed its descriptors is no exception.
+//!   A child that has closed its descriptors is no exception, as soon as the parent's thread that
+//!   serves children has noticed that.
 //! - Regions with a [`Store`] of their own are not inherited, and nothing is by a child that the
 //!   raw system call makes: touching them raises SIGSEGV. Such a call must not be made while
 //!   another thread forks: absent pages would be zeros.

@@ -206,7 +206,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 }
 
 /// The child has no connection to its parent then, and a message on its way alone holds what
-/// catches its faults. The child writes a file if it lives to see the parent's end.
+/// catches its faults, as soon as the parent has noticed that. The child writes a file if it lives
+/// to see the parent's end.
 #[test]
 fn children_of_a_killed_parent_end_without_descriptors_too() {
     let folder = tempfile::tempdir().unwrap();
@@ -220,6 +221,8 @@ child = os.fork()
 if child == 0:
     for descriptor in range(9000):
         if descriptor != writer: c.syscall(3, descriptor)
+    # The parent has noticed the end of the connection when it has brought a few pages in.
+    for at in pages[::16]: block[at]
     os.write(writer, b'x')
     while os.getppid() == parent: time.sleep(0.001)
     wrong = sum(block[at] != value(at) for at in pages)
@@ -255,6 +258,61 @@ if os.fork() == 0:
     os.execv('/bin/sh', ['sh', '-c', 'cat; kill -0 $$; echo done'])
 ";
     is_done(body);
+}
+
+/// The parent is stopped before the `exec`, and killed after: it never knows of the `exec`.
+#[test]
+fn children_that_have_called_exec_outlive_a_parent_that_is_killed_at_once() {
+    let body = r"
+block = bytearray(64 * M)
+fill(block)
+if os.fork() == 0:
+    for at in pages[::16]: block[at]
+    os.kill(os.getppid(), signal.SIGSTOP)
+    lives = 'kill -9 $PPID; while [ -e /proc/PARENT ]; do :; done; echo done'
+    os.execv('/bin/sh', ['sh', '-c', lives.replace('PARENT', str(os.getppid()))])
+while True: time.sleep(1)
+";
+    run(&[], body, |mode, ours| {
+        let (said, why) = (text(&ours.stdout), text(&ours.stderr));
+        assert_eq!(ours.status.code(), Some(137), "{mode:?} {why}");
+        assert_eq!(said, "done\n", "{mode:?} {why}");
+    });
+}
+
+/// The kernel counts descriptors in messages that nobody has received, over all processes of a user
+/// without rights. Children leave none there: with one each, they would be too many.
+#[test]
+fn children_do_not_use_up_the_descriptors_that_may_be_on_their_way() {
+    // SAFETY: always succeeds.
+    if unsafe { libc::geteuid() } != 0 {
+        return say("only root can give up rights");
+    }
+    let body = r"
+import resource, socket
+block = bytearray(64 * M)
+fill(block)
+os.setresuid(65533, 65533, 65533)
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+pair = socket.socketpair()
+socket.send_fds(pair[0], [b'x'], [0] * 90)
+reader, writer = os.pipe()
+children = []
+for number in range(20):
+    child = os.fork()
+    if child == 0:
+        os.close(writer)
+        os.read(reader, 1)
+        os._exit(0 if all(block[at] == value(at) for at in pages[number::64]) else 1)
+    children.append(child)
+os.close(writer)
+print([ended(child) for child in children])
+";
+    run(&[], body, |mode, ours| {
+        let (said, why) = (text(&ours.stdout), text(&ours.stderr));
+        let expected = format!("{:?}\n", [0; 20]);
+        assert_eq!(said, expected, "{mode:?} {} {why}", ours.status);
+    });
 }
 
 /// A signal ends a parent at once, with `--stats`, too, which handles signals to report.

@@ -3,9 +3,9 @@
 //! The rule it keeps: the view alone says what a page holds that is not in the child's memory.
 
 use std::{
-    mem,
+    io, mem,
     ops::Range,
-    os::fd::{AsFd, AsRawFd, OwnedFd},
+    os::fd::{AsRawFd, OwnedFd},
     sync::Arc,
 };
 
@@ -13,6 +13,7 @@ use farpage_store::{EntryWords, PageIndex};
 use farpage_vm::{Refusal, child::ChildMemory};
 
 use super::{
+    call::has_agents_alone,
     hooks::failed,
     image::Image,
     link,
@@ -54,11 +55,15 @@ impl View {
 pub(super) struct Child {
     /// Number by which the child calls itself.
     pub(super) number: u64,
-    /// Id of the process, if it can be called.
+    /// Id of the process, if it has one here.
     pub(super) process: Option<libc::pid_t>,
+    /// True if the process cannot be called to start an agent.
+    pub(super) is_deaf: bool,
     /// Connection that the child keeps: its end kills the child, whose pages nobody brings then.
     pub(super) socket: OwnedFd,
     pub(super) is_hung_up: bool,
+    /// Outcome of [`Child::tether`], once the child lives without its connection.
+    tether: Option<io::Result<OwnedFd>>,
     pub(super) memory: ChildMemory,
     pub(super) outgoing: Outgoing,
     pub(super) view: View,
@@ -67,6 +72,28 @@ pub(super) struct Child {
 }
 
 impl Child {
+    /// Makes the state of a child with its number, its id here, and true if it
+    /// [is deaf](Child::is_deaf).
+    pub(super) fn new(
+        (number, process, is_deaf): (u64, Option<libc::pid_t>, bool),
+        socket: OwnedFd,
+        memory: ChildMemory,
+        view: View,
+    ) -> Child {
+        Child {
+            number,
+            process,
+            is_deaf,
+            socket,
+            is_hung_up: false,
+            tether: None,
+            memory,
+            outgoing: Outgoing::new(view.image.foreign().into_iter()),
+            view,
+            ahead: (0, 0),
+        }
+    }
+
     /// True if the child still has its memory.
     pub(super) fn is_alive(&self) -> bool {
         let Some(region) = self.view.image.regions.first() else {
@@ -222,11 +249,44 @@ impl Child {
         }
     }
 
-    /// Ends the child's connection, which ends the child.
-    pub(super) fn end(&self) {
-        link::kill_tethered(self.socket.as_fd());
+    /// Makes the end of the keeper kill the child, which has closed its connection and lives on.
+    /// Tells people if that cannot be done.
+    pub(super) fn tether(&mut self) {
+        if self.tether.is_some() || !self.is_alive() {
+            return;
+        }
+        let no_id = || io::Error::from_raw_os_error(libc::ESRCH);
+        let process = self.process.ok_or_else(no_id);
+        let tether = process.and_then(|process| link::tether(process, self.memory.fd()));
+        let error = tether.as_ref().err().map(io::Error::to_string);
+        self.tether = Some(tether);
+        // The id may have been given to another process before it was used.
+        if !self.is_alive() {
+            return self.untether();
+        }
+        if let Some(error) = error {
+            failed(&format!(
+                "a process made by fork has closed all descriptors: it reads zeros if this one is \
+                 killed: {error}"
+            ));
+        }
+    }
+
+    /// Keeps the end of the keeper from killing the child, which has ended or called `exec`.
+    pub(super) fn untether(&mut self) {
+        if let Some(Ok(tether)) = self.tether.take() {
+            link::untether(tether);
+        }
+    }
+
+    /// Kills the child: by its connection, or else by a tether.
+    pub(super) fn end(&mut self) {
         // SAFETY: shuts down this process's own socket.
         unsafe { libc::shutdown(self.socket.as_raw_fd(), libc::SHUT_RDWR) };
+        if !self.process.is_some_and(has_agents_alone) {
+            self.tether();
+        }
+        self.tether = None;
     }
 }
 

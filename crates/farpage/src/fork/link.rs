@@ -45,7 +45,7 @@ pub(super) enum Kind {
     Deaf = 4,
     /// The sender is the agent of the child of this number. Reports follow.
     Agent = 5,
-    /// Message that is not received while a child has its memory: see [`tether`].
+    /// Message that is not received while a child without descriptors lives: see [`tether`].
     Tether = 6,
 }
 
@@ -325,14 +325,8 @@ fn happens(socket: BorrowedFd<'_>, events: libc::c_short, patience: Duration) ->
 
 /// Makes the end of the other side kill this process. From now on the other side must not send.
 pub(super) fn kill_at_end(socket: BorrowedFd<'_>) {
-    let number = socket.as_raw_fd();
-    // SAFETY: changes the socket alone.
-    unsafe {
-        libc::fcntl(number, F_SETSIG, libc::SIGKILL);
-        libc::fcntl(number, libc::F_SETOWN, libc::getpid());
-        let flags = libc::fcntl(number, libc::F_GETFL);
-        libc::fcntl(number, libc::F_SETFL, flags | libc::O_ASYNC);
-    }
+    // SAFETY: always succeeds.
+    kill_by(socket, unsafe { libc::getpid() });
     // The other side may have ended before.
     if happens(socket, 0, Duration::ZERO) {
         // SAFETY: ends this process.
@@ -340,40 +334,40 @@ pub(super) fn kill_at_end(socket: BorrowedFd<'_>) {
     }
 }
 
-/// Makes the end of the process at the other side of `socket` kill this process, also after the
-/// program has closed all descriptors here. Keeps `uffd` open until then: absent pages would read
-/// as zeros without it. Returns false if the kernel refuses to pass descriptors.
+/// Makes all that happens to `socket` from now on kill `process`.
+fn kill_by(socket: BorrowedFd<'_>, process: libc::pid_t) {
+    let number = socket.as_raw_fd();
+    // SAFETY: changes the socket alone.
+    unsafe {
+        libc::fcntl(number, F_SETSIG, libc::SIGKILL);
+        libc::fcntl(number, libc::F_SETOWN, process);
+        let flags = libc::fcntl(number, libc::F_GETFL);
+        libc::fcntl(number, libc::F_SETFL, flags | libc::O_ASYNC);
+    }
+}
+
+/// Makes the end of this process kill `process`, which has closed all of its descriptors, and keeps
+/// its `uffd` open until then: absent pages would read as zeros without it. Dropping what is
+/// returned kills `process`, too; [`untether`] does not.
 ///
-/// Messages that nobody receives hold the descriptors, so that no table has them:
-/// 1. `ours` kills this process when `theirs` is closed.
-/// 2. A message to `theirs` holds `ours` and `uffd`. The kernel drops the messages to a socket
-///    after it has closed the socket: the kill comes before the end of `uffd`.
-/// 3. A message on `socket` holds `theirs`. It ends with the process at the other side.
-pub(super) fn tether(socket: BorrowedFd<'_>, uffd: BorrowedFd<'_>) -> bool {
-    let Ok([ours, theirs]) = pair() else {
-        return false;
-    };
-    let held = send(ours.as_fd(), Kind::Tether, 0, &[ours.as_fd(), uffd])
-        && send(socket, Kind::Tether, 0, &[theirs.as_fd()]);
-    if held {
-        kill_at_end(ours.as_fd());
+/// 1. `ours` kills `process` when `theirs`, which is returned, is closed.
+/// 2. A message to `theirs` that nobody receives holds `ours` and `uffd`. The kernel drops the
+///    messages to a socket after it has closed the socket: the kill comes before the end of `uffd`.
+///
+/// # Errors
+/// `ETOOMANYREFS`: the user's processes have as many descriptors on their way as `ulimit -n` says.
+pub(super) fn tether(process: libc::pid_t, uffd: BorrowedFd<'_>) -> io::Result<OwnedFd> {
+    let [ours, theirs] = pair()?;
+    if !send(ours.as_fd(), Kind::Tether, 0, &[ours.as_fd(), uffd]) {
+        return Err(io::Error::last_os_error());
     }
-    held
+    kill_by(ours.as_fd(), process);
+    Ok(theirs)
 }
 
-/// Kills the process that has [tethered](tether) itself at the other side of `socket`.
-pub(super) fn kill_tethered(socket: BorrowedFd<'_>) {
-    // Dropping what is received closes `theirs`.
-    let _ = receive(socket);
-}
-
-/// Frees the process that has [tethered](tether) itself at the other side of `socket`: it has
-/// called `exec`, and lives on without this process.
-pub(super) fn untether(socket: BorrowedFd<'_>) {
-    if let Ok(Some(held)) = receive(socket) {
-        // `ours` ends here, before `theirs`: no signal is sent then.
-        held.descriptors
-            .iter()
-            .for_each(|theirs| drop(receive(theirs.as_fd())));
-    }
+/// Frees the process that `theirs` [tethers](tether): it has ended or called `exec`, and another
+/// program goes on in its place.
+pub(super) fn untether(theirs: OwnedFd) {
+    // Dropping what is received closes `ours` before `theirs`: no signal is sent then.
+    drop(receive(theirs.as_fd()));
 }

@@ -41,7 +41,7 @@ use std::{
         Arc, Mutex as StdMutex, MutexGuard as StdMutexGuard, Once, PoisonError, Weak,
         atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering},
     },
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use farpage_pager::{Frozen, MappedImage, Pager};
@@ -69,8 +69,10 @@ const FREEZE: Duration = Duration::from_secs(5);
 const ANSWER: Duration = Duration::from_secs(5);
 /// Time after which a line says that a process waits for its children.
 const PATIENCE: Duration = Duration::from_secs(1);
+/// Time between two tries to send descriptors while the user's processes have too many on the way.
+const RETRY: Duration = Duration::from_millis(1);
 /// Number of descriptors that a child has at once until the keeper knows the child.
-const SPARE: usize = 3;
+const SPARE: usize = 2;
 
 /// Runtimes and keepers, held by the thread that forks.
 static ATTENDED: Mutex<Attended> = Mutex::new(Attended {
@@ -502,12 +504,16 @@ fn arm(
     let kind = if may_leave { kind } else { Kind::Deaf };
     let memory = open_memory().ok_or("/proc/self/mem cannot be opened")?;
     let descriptors = [uffd.as_fd(), memory.as_fd()];
-    if !link::send(socket.as_fd(), kind, number, &descriptors) {
-        return Err("the parent has ended");
-    }
-    drop(memory);
-    if !link::tether(socket.as_fd(), uffd.as_fd()) {
-        return Err("too many descriptors are on their way between processes (`ulimit -n`)");
+    let begun = Instant::now();
+    while !link::send(socket.as_fd(), kind, number, &descriptors) {
+        if io::Error::last_os_error().raw_os_error() != Some(libc::ETOOMANYREFS) {
+            return Err("the parent has ended");
+        }
+        // The kernel tells nobody when descriptors of another process arrive.
+        if begun.elapsed() > ANSWER {
+            return Err("too many descriptors are on their way between processes (`ulimit -n`)");
+        }
+        std::thread::sleep(RETRY);
     }
     link::kill_at_end(socket.as_fd());
     Ok(uffd)
@@ -612,7 +618,7 @@ fn ask(socket: BorrowedFd<'_>, number: u64) -> bool {
 /// Makes descriptors that stand in for those that a child will need.
 fn spare(socket: &OwnedFd) -> Result<[OwnedFd; SPARE], String> {
     let make = || socket.try_clone().map_err(no_keeper);
-    Ok([make()?, make()?, make()?])
+    Ok([make()?, make()?])
 }
 
 fn no_keeper(error: io::Error) -> String {

@@ -251,16 +251,9 @@ impl Serving {
                     let (uffd, memory) = (descriptors.next()?, descriptors.next()?);
                     let is_deaf = received.kind == Kind::Deaf;
                     let view = visitor.view?;
-                    let child = Child {
-                        number: received.value,
-                        process: received.sender.filter(|_| !is_deaf),
-                        socket: visitor.socket,
-                        is_hung_up: false,
-                        memory: ChildMemory::new(uffd, memory),
-                        outgoing: Outgoing::new(view.image.foreign().into_iter()),
-                        view,
-                        ahead: (0, 0),
-                    };
+                    let memory = ChildMemory::new(uffd, memory);
+                    let caller = (received.value, received.sender, is_deaf);
+                    let child = Child::new(caller, visitor.socket, memory, view);
                     self.next_child += 1;
                     self.children.insert(self.next_child, child);
                     return None;
@@ -522,13 +515,27 @@ impl Serving {
     }
 
     /// Takes note of the end of the WRITE of changed bytes.
-    fn has_written(&mut self, key: u64, address: usize, bytes: Vec<u8>, error: Option<StoreError>) {
+    fn has_written(
+        &mut self,
+        key: u64,
+        address: usize,
+        mut bytes: Vec<u8>,
+        error: Option<StoreError>,
+    ) {
         let Some(child) = self.children.get_mut(&key) else {
             return;
         };
+        if error.as_ref().is_some_and(StoreError::is_lost_server) {
+            let deadline = self.cluster.deadline();
+            match child.outgoing.write_again(address, bytes, deadline) {
+                Some(rest) => bytes = rest,
+                None => return,
+            }
+        }
         let is_wanted = child.outgoing.has_left(address, bytes.len());
         let is_only_copy = match error {
             None => {
+                child.outgoing.has_reached();
                 let image = child.view.image.clone();
                 let region = image.region(address).expect("pages are in regions");
                 child.view.stored.insert(region, address);
@@ -577,7 +584,7 @@ impl Serving {
                 child.end();
             }
             if child.outgoing.wants_agent() {
-                let called = match child.process {
+                let called = match child.process.filter(|_| !child.is_deaf) {
                     Some(process) => call(process, child.number, || child.is_alive()),
                     None => {
                         let why = "it handles SIGURG itself, faults in its system calls \
@@ -650,8 +657,8 @@ impl Serving {
     }
 
     /// Makes a page that cannot be brought in raise SIGBUS.
-    fn give_up(&self, arriving: Arriving, page_bytes: usize, error: &dyn std::fmt::Display) {
-        let Some(child) = self.children.get(&arriving.child) else {
+    fn give_up(&mut self, arriving: Arriving, page_bytes: usize, error: &dyn std::fmt::Display) {
+        let Some(child) = self.children.get_mut(&arriving.child) else {
             return;
         };
         failed(&format!(
@@ -666,7 +673,8 @@ impl Serving {
         }
     }
 
-    /// Forgets the children that have ended, or have called `exec`.
+    /// Forgets the children that have ended, or have called `exec`. Tethers those that have closed
+    /// their connection and live on.
     fn look_for_ended(&mut self) {
         if !self.spent.is_empty() {
             self.shared.drop_elsewhere(mem::take(&mut self.spent));
@@ -677,15 +685,14 @@ impl Serving {
         }
         self.next_look = now + LOOK;
         for child in self.children.values_mut().filter(|it| it.is_hung_up) {
-            if child.process.is_some_and(has_agents_alone) {
-                child.outgoing.let_go();
+            match child.process.is_some_and(has_agents_alone) {
+                true => child.outgoing.let_go(),
+                false => child.tether(),
             }
         }
         let is_over = |_: &u64, child: &mut Child| child.is_hung_up && !child.is_alive();
-        let ended: Vec<_> = self.children.extract_if(is_over).collect();
-        for (_, child) in &ended {
-            link::untether(child.socket.as_fd());
-        }
+        let mut ended: Vec<_> = self.children.extract_if(is_over).collect();
+        (ended.iter_mut()).for_each(|(_, child)| child.untether());
         if !ended.is_empty() {
             self.shared.drop_elsewhere(ended);
         }

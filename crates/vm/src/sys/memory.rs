@@ -39,19 +39,28 @@ pub(crate) enum Backing {
     Ordinary,
 }
 
-/// Addresses where the kernel places nothing by itself, nor do sanitizers: far below libraries.
-const APART: Range<usize> = 0x1000_0000_0000..0x5000_0000_0000;
+/// Addresses where the kernel places nothing by itself: just below programs, which begin at two
+/// thirds of the address space and above. ThreadSanitizer (0x5500_0000_0000 to 0x5680_0000_0000)
+/// and MemorySanitizer (0x5100_0000_0000 to 0x6000_0000_0000) take them for a program's memory, and
+/// most others for their own shadow memory. Empty on other processors than x86-64.
+const APART: Range<usize> = match cfg!(target_arch = "x86_64") {
+    true => 0x5500_0000_0000..0x5555_0000_0000,
+    false => 0..0,
+};
 /// Number of places there that are tried.
 const PLACES_TRIED: usize = 8;
 
 /// Reserves memory as [`reserve`] does, [apart](APART) if there is room. A process made by a raw
 /// `clone` has nothing at the memory's addresses: the kernel would choose them for its mappings.
+/// It does so for memory that finds no room apart.
 pub(crate) fn reserve_apart(len: usize, align: usize, backing: Backing) -> nix::Result<usize> {
-    for _ in 0..PLACES_TRIED {
+    let starts = APART.len().saturating_sub(len.saturating_add(align));
+    let tries = if starts > 0 { PLACES_TRIED } else { 0 };
+    for _ in 0..tries {
         let mut random = 0_usize;
         // SAFETY: writes to the variable.
         unsafe { libc::getrandom((&raw mut random).cast(), size_of::<usize>(), 0) };
-        let place = (APART.start + random % APART.len()).next_multiple_of(align);
+        let place = (APART.start + random % starts).next_multiple_of(align);
         // SAFETY: an address that is a wish replaces no mapping.
         let start = unsafe { map_anonymous(place, len, libc::PROT_NONE, 0) }?;
         if start == place {

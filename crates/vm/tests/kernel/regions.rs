@@ -221,3 +221,26 @@ fn read_only_region_is_paged_and_cannot_be_written() {
         }
     }
 }
+
+/// ThreadSanitizer and MemorySanitizer have shadow memory at most addresses below programs.
+#[cfg(target_arch = "x86_64")]
+#[test]
+fn regions_lie_apart_where_sanitizers_expect_a_programs_memory() {
+    let space = space(Transfer::Move, 1);
+    let apart = 0x5500_0000_0000..0x5555_0000_0000;
+    for (pages, page_bytes, is_apart) in [
+        (1, 4096, true),
+        (64, 65536, true),
+        (1 << 17, 2 << 20, true),
+        // More than fits there.
+        (1 << 18, 2 << 20, false),
+    ] {
+        let geometry = run_geometry(pages, page_bytes);
+        let start = space.map(geometry).unwrap().address;
+        let ends = [start, start + geometry.bytes - 1];
+        let is_within = ends.iter().any(|end| apart.contains(end));
+        assert_eq!(is_within, is_apart, "{start:#x}");
+        assert!(!is_apart || ends.iter().all(|end| apart.contains(end)));
+        space.unmap(start, geometry);
+    }
+}
