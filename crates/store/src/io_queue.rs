@@ -536,7 +536,9 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
         };
         match run.way {
             Direction::Fill => {
-                let outlook = self.outlook(&run, remote, &transfer);
+                let in_time = run.started.elapsed() < self.deadline;
+                let (ports, may_wait) = (&self.ports, !self.passive);
+                let outlook = || ports.outlook(remote, &transfer, in_time, may_wait);
                 let coder = &mut self.coder;
                 let block = block.as_ref().map(|block| block.as_ref());
                 run.fetched(part, remote, (transfer, outlook), coder, block, result)

@@ -278,10 +278,16 @@ impl SlotPool {
         self.unsettled.fetch_sub(slots as u64, Ordering::Relaxed);
     }
 
-    /// Frees and settles `slots` of a write that [ended](Self::end_writes) and did not take place:
-    /// nothing arrives in them.
+    /// Frees and settles `slots`, in a row, of a write that [ended](Self::end_writes) and did not
+    /// take place, and ends what [`begin_doubt`](Self::begin_doubt) began: nothing arrives in them.
+    /// All in one step: once the slots are free, their extent may go back to its server, and its
+    /// index may name another one.
     pub(crate) fn abandon(&self, slots: &[SlotSpan]) {
-        self.give_back(slots);
+        let SlotPlace { server, extent, .. } = slots[0].place;
+        let mut arena = self.arenas[usize::from(server)].lock();
+        arena.end_doubt(extent);
+        free_slots(&mut arena, slots);
+        drop(arena);
         self.settle_ended(slots.len());
     }
 
@@ -434,10 +440,7 @@ impl SlotPool {
     pub(crate) fn give_back(&self, slots: &[SlotSpan]) {
         for of_server in slots.chunk_by(|a, b| a.place.server == b.place.server) {
             let mut arena = self.arenas[of_server[0].place.server as usize].lock();
-            for row in of_server.chunk_by(|a, b| a.is_followed_by(b)) {
-                let bytes = row.iter().map(|slot| slot_bytes(slot.bytes)).sum();
-                arena.free(slot_of(row[0].place), bytes);
-            }
+            free_slots(&mut arena, of_server);
         }
     }
 
@@ -506,4 +509,12 @@ fn new_arena() -> Arc<Mutex<Arena>> {
 
 fn slot_of(SlotPlace { extent, offset, .. }: SlotPlace) -> Slot {
     Slot { extent, offset }
+}
+
+/// Frees slots of an arena. Neighbours in the list are freed as one.
+fn free_slots(arena: &mut Arena, slots: &[SlotSpan]) {
+    for row in slots.chunk_by(|a, b| a.is_followed_by(b)) {
+        let bytes = row.iter().map(|slot| slot_bytes(slot.bytes)).sum();
+        arena.free(slot_of(row[0].place), bytes);
+    }
 }

@@ -12,13 +12,13 @@
 //!
 //! A page in a parity set has a home, too. A READ that cannot go there is decoded (`decode.rs`).
 
-use farpage_fabric::{ChannelError, Op};
+use farpage_fabric::{Buf, ChannelError, Op};
 
 use super::{
     IoQueue,
     decode::Way,
     place_of,
-    port::DoubtfulSlots,
+    port::{DoubtfulSlots, Ports},
     run::{Decoding, Direction, IoRun, RunBuffer, RunPart, SlotTransfer, Task},
     staging::IoBuf,
     tag_of,
@@ -37,9 +37,10 @@ pub(super) struct Outlook {
     pub(super) in_time: bool,
     /// Positions of the members whose ports are open, as bits.
     pub(super) open: u8,
-    /// Positions of the Good members, as bits. [`DECODED`] is among them if the bytes can be
-    /// decoded.
+    /// Positions of the Good members, as bits.
     pub(super) good: u8,
+    /// True if the bytes can be decoded from sources that may be right.
+    pub(super) can_decode: bool,
 }
 
 /// Next step of a request.
@@ -111,6 +112,41 @@ impl SlotTransfer {
     }
 }
 
+impl<B: Buf> Ports<B> {
+    /// Returns the positions of the members whose ports are open, as bits.
+    fn open_bits(&self, remote: &RemoteStore, group: &ExtentGroup) -> u8 {
+        let is_open = |(_, it): &(u8, Member)| self[remote.pool.port(it.server)].is_open();
+        group.members().filter(is_open).map(|(at, _)| 1 << at).sum()
+    }
+
+    /// Returns what decides if a part that came damaged is read once more.
+    pub(super) fn outlook(
+        &self,
+        remote: &RemoteStore,
+        transfer: &SlotTransfer,
+        in_time: bool,
+        may_wait: bool,
+    ) -> Outlook {
+        if !remote.pool.has_copies() {
+            return Outlook {
+                in_time,
+                ..Outlook::default()
+            };
+        }
+        let group = remote.pool.group(transfer.place);
+        let way = if may_wait { Way::Awaited } else { Way::Open };
+        let has_column = group.is_some_and(|group| group.column.is_some());
+        Outlook {
+            in_time,
+            open: group.map_or(0, |group| self.open_bits(remote, &group)),
+            good: group.map_or(0, |group| group.good_bits()),
+            can_decode: has_column
+                && !transfer.is_second_look
+                && self.can_decode(remote, transfer, way),
+        }
+    }
+}
+
 impl<R, F: RunBuffer> IoQueue<R, F> {
     /// True if the request is about pages that have copies.
     pub(super) fn has_copies(&self, tag: u64) -> bool {
@@ -161,40 +197,10 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
         transfer: &SlotTransfer,
         tried: u8,
     ) -> Option<(u8, Member)> {
-        let open = self.open_bits(remote, group) & !tried;
+        let open = self.ports.open_bits(remote, group) & !tried;
         let found = self.choose_read(remote, group, tried);
         let mut others = group.members().filter(|_| transfer.is_second_look);
         found.or_else(|| others.find(|(at, _)| open & (1 << at) != 0))
-    }
-
-    /// Returns the positions of the members whose ports are open, as bits.
-    fn open_bits(&self, remote: &RemoteStore, group: &ExtentGroup) -> u8 {
-        let is_open = |(_, it): &(u8, Member)| self.ports[remote.pool.port(it.server)].is_open();
-        group.members().filter(is_open).map(|(at, _)| 1 << at).sum()
-    }
-
-    /// Returns what decides if a part that came damaged is read once more.
-    pub(super) fn outlook(
-        &self,
-        run: &IoRun<R, F>,
-        remote: &RemoteStore,
-        transfer: &SlotTransfer,
-    ) -> Outlook {
-        let in_time = run.started.elapsed() < self.deadline;
-        if !remote.pool.has_copies() {
-            return Outlook {
-                in_time,
-                ..Outlook::default()
-            };
-        }
-        let group = remote.pool.group(transfer.place);
-        Outlook {
-            in_time,
-            open: group.map_or(0, |group| self.open_bits(remote, &group)),
-            good: group.map_or(0, |group| {
-                group.good_bits() | self.decoded_bit(remote, &group, transfer)
-            }),
-        }
     }
 
     /// Chooses the copy to read: the first one that is Good and whose port is open, of a server
@@ -252,7 +258,7 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
             let rest = group.good().filter(move |(at, _)| past & (1 << at) == 0);
             rest.filter(|(_, member)| remote.pool.is_usable(member.server))
         };
-        let open = self.open_bits(remote, group);
+        let open = self.ports.open_bits(remote, group);
         (rest().find(|(at, _)| open & (1 << at) != 0)).or_else(|| rest().next())
     }
 
@@ -327,7 +333,7 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
             let is_awaited = transfer.awaited & transfer.bit() != 0 && port.may_reopen_soon();
             let next = self.next_write(remote, &group, &transfer);
             let is_next_open =
-                next.is_some_and(|(at, _)| self.open_bits(remote, &group) & (1 << at) != 0);
+                next.is_some_and(|(at, _)| self.ports.open_bits(remote, &group) & (1 << at) != 0);
             // The channel to a server that answers others is open soon.
             let may_wait = port.is_fine() && !port.is_lost() || is_awaited;
             if !late && may_wait && !is_next_open {
@@ -479,7 +485,7 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
         let group = (pool.group(transfer.place)).expect("an extent with live slots is kept");
         // 1. All members whose servers answer, one after the other. After the deadline only those
         //    whose ports are open: nothing is waited for.
-        let open = self.open_bits(remote, &group);
+        let open = self.ports.open_bits(remote, &group);
         let next = self.next_write(remote, &group, transfer);
         if let Some(next) = next.filter(|(at, _)| in_time || open & (1 << at) != 0) {
             transfer.aim(next);

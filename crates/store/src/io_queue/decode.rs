@@ -4,12 +4,15 @@
 //! The rule it keeps: decoded bytes are verified by the page's hash, like any others. One source
 //! after the other comes into the request's own buffer, and is added to a sum. So a decoded page
 //! takes as many READs as there are columns, one behind the other, and one buffer per run. If a
-//! member of the set is replaced meanwhile, the decoding starts again.
+//! member of the set is replaced meanwhile, the decoding starts again. After damage, the same
+//! sources are read once more, since bytes may be damaged on their way; then one source after the
+//! other is left out, if there are more than are needed. No READ begins after the deadline.
 
-use farpage_fabric::ChannelError;
+use farpage_fabric::{Buf, ChannelError, regmem::RegBuf};
 
 use super::{
     IoQueue,
+    port::Ports,
     run::{Decoding, Direction, IoRun, RunBuffer, SlotTransfer, Task},
     staging::{IoBuf, no_memory},
     tag_of,
@@ -21,7 +24,7 @@ use crate::{
     remote::{Backing, RemoteStore},
 };
 
-/// Position of decoded bytes among the copies of a page.
+/// Position that a transfer of a source has instead of that of a copy.
 const DECODED: u8 = 7;
 
 /// Channels that the sources of a decoding may have.
@@ -33,12 +36,44 @@ pub(super) enum Way {
     Awaited,
 }
 
-impl Decoding {
-    /// Returns the state of a decoding from other sources than those that brought damaged bytes.
-    pub(super) fn after_damage(self) -> Self {
-        Self {
-            damaged: self.damaged + 1,
-            ..self
+impl<B: Buf> Ports<B> {
+    /// True if bytes that came damaged can be decoded: from sources that have not brought damaged
+    /// bytes, or once more from the first ones.
+    pub(super) fn can_decode(
+        &self,
+        remote: &RemoteStore,
+        transfer: &SlotTransfer,
+        way: Way,
+    ) -> bool {
+        let decoding = transfer.decoding_after_damage();
+        let view = remote.pool.groups.set_of(transfer.place.extent);
+        view.is_some_and(|view| self.sources(remote, &view, decoding, way).is_some())
+    }
+
+    /// Chooses the sources of a decoding, those first whose servers are not suspect.
+    fn sources(
+        &self,
+        remote: &RemoteStore,
+        view: &SetView,
+        decoding: Decoding,
+        way: Way,
+    ) -> Option<u16> {
+        let port = |home: &Member| &self[remote.pool.port(home.server)];
+        let choose = |but: u16| {
+            let fine = view.sources(but, |home| port(home).is_open() && port(home).is_fine());
+            let open = || view.sources(but, |home| port(home).is_open());
+            let any = || view.sources(but, |home| !port(home).is_lost());
+            let found = fine.or_else(open);
+            found.or_else(|| any().filter(|_| way == Way::Awaited))
+        };
+        let first = choose(decoding.refused)?;
+        // The first choice serves twice. Then one source after the other is left out.
+        match decoding.damaged.checked_sub(2) {
+            None => Some(first),
+            Some(before) => {
+                let left_out = positions(first).nth(usize::from(before))?;
+                choose(decoding.refused | 1 << left_out)
+            }
         }
     }
 }
@@ -47,6 +82,14 @@ impl SlotTransfer {
     /// True if the request is for a source of the bytes.
     pub(super) fn is_decoded(&self) -> bool {
         self.member == DECODED
+    }
+
+    /// Returns the state of the decoding after the bytes that came were damaged.
+    pub(super) fn decoding_after_damage(&self) -> Decoding {
+        Decoding {
+            damaged: self.decoding.damaged + u8::from(self.is_decoded()),
+            ..self.decoding
+        }
     }
 
     /// Directs the next request to the next source.
@@ -75,6 +118,15 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
         }
     }
 
+    /// Takes the shortest buffer of at least `bytes` that was prepared. The others stay for longer
+    /// fills, which need no memory mapped in a signal handler.
+    fn take_sum(&mut self, bytes: usize) -> Option<RegBuf> {
+        let lengths = (0..).zip(self.sums.iter().map(|sum| sum.as_ref().len()));
+        let fitting = lengths.filter(|(_, len)| *len >= bytes);
+        let (at, _) = fitting.min_by_key(|(_, len)| *len)?;
+        Some(self.sums.swap_remove(at))
+    }
+
     /// Keeps the buffer of a run that ends, if as many were prepared.
     pub(super) fn keep_sum(&mut self, run: &mut IoRun<R, F>) {
         if let Some(sum) = run.sum.take()
@@ -82,30 +134,6 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
         {
             self.sums.push(sum);
         }
-    }
-
-    /// Returns the position of decoded bytes, as a bit, if the bytes can be decoded: after damage,
-    /// from other sources than before. Before any damage a column counts as one that can be, since
-    /// a look at its set would take time from each READ.
-    pub(super) fn decoded_bit(
-        &self,
-        remote: &RemoteStore,
-        group: &ExtentGroup,
-        transfer: &SlotTransfer,
-    ) -> u8 {
-        if group.column.is_none() {
-            return 0;
-        }
-        if transfer.damaged == 0 && !transfer.is_decoded() {
-            return 1 << DECODED;
-        }
-        let decoding = match transfer.is_decoded() {
-            true => transfer.decoding.after_damage(),
-            false => transfer.decoding,
-        };
-        let view = remote.pool.groups.set_of(transfer.place.extent);
-        let sources = view.and_then(|view| self.sources(remote, &view, decoding, Way::Open));
-        u8::from(sources.is_some()) << DECODED
     }
 
     /// Directs a READ of a page in a parity set: to its home, or to the first source of a decoding
@@ -152,40 +180,18 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
             transfer.changes = view.changes;
             transfer.decoding = Decoding::default();
         }
-        let Some(sources) = self.sources(remote, &view, transfer.decoding, way) else {
+        let Some(sources) = self.ports.sources(remote, &view, transfer.decoding, way) else {
             return false;
         };
-        transfer.decoding.sources = sources;
-        transfer.decoding.left = sources;
+        let recipe = view.set.code.recipe(view.at, sources);
+        transfer.decoding = Decoding {
+            sources,
+            left: sources,
+            recipe: recipe.expect("as many sources as columns were chosen"),
+            ..transfer.decoding
+        };
         transfer.aim_source(&view);
         true
-    }
-
-    /// Chooses the sources of a decoding, those first whose servers are not suspect.
-    fn sources(
-        &self,
-        remote: &RemoteStore,
-        view: &SetView,
-        decoding: Decoding,
-        way: Way,
-    ) -> Option<u16> {
-        let port = |home: &Member| &self.ports[remote.pool.port(home.server)];
-        let choose = |but: u16| {
-            let fine = view.sources(but, |home| port(home).is_open() && port(home).is_fine());
-            let open = || view.sources(but, |home| port(home).is_open());
-            let any = || view.sources(but, |home| !port(home).is_lost());
-            let found = fine.or_else(open);
-            found.or_else(|| any().filter(|_| way == Way::Awaited))
-        };
-        let first = choose(decoding.refused)?;
-        match decoding.damaged.checked_sub(1) {
-            None => Some(first),
-            // One source after the other is left out.
-            Some(before) => {
-                let left_out = positions(first).nth(usize::from(before))?;
-                choose(decoding.refused | 1 << left_out)
-            }
-        }
     }
 
     /// Goes on after a READ of a source has ended.
@@ -207,6 +213,9 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
         let view = view.filter(|view| view.changes == transfer.changes);
         let Some(view) = view else {
             // The set has changed: what came may be no source any more.
+            if run.started.elapsed() >= self.deadline {
+                return self.end_late(index, run, part, transfer, buf);
+            }
             run.tally.retries += 1;
             transfer.attempts += 1;
             self.runs[index] = Some(run);
@@ -222,7 +231,7 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
         // 1. The sum, which begins with zeros.
         if run.sum.is_none() {
             let bytes = run.hashes.len() * store.page_bytes;
-            let kept = self.sums.pop().filter(|sum| sum.as_ref().len() >= bytes);
+            let kept = self.take_sum(bytes);
             run.sum = match kept.map_or_else(|| remote.pool.registered.acquire(bytes), Ok) {
                 Ok(sum) => Some(sum),
                 Err(error) => {
@@ -248,13 +257,14 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
             sum.fill(0);
         }
         // 2. One source more.
-        let recipe = view.set.code.recipe(view.at, sources);
-        let recipe = recipe.expect("as many sources as columns were chosen");
         let bytes = &mut buf.as_mut()[..transfer.bytes as usize];
-        add_product(sum, bytes, recipe[usize::from(at)]);
+        add_product(sum, bytes, transfer.decoding.recipe[usize::from(at)]);
         transfer.decoding.left &= !(1 << at);
         // 3. The next source, or the end.
         if transfer.decoding.left != 0 {
+            if run.started.elapsed() >= self.deadline {
+                return self.end_late(index, run, part, transfer, buf);
+            }
             transfer.aim_source(&view);
             self.runs[index] = Some(run);
             return self.send_again(tag_of(index, part), transfer, buf);
@@ -263,5 +273,24 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
         run.parts[part].task = Task::Moving(transfer);
         self.runs[index] = Some(run);
         self.finish(tag_of(index, part), buf, Ok(()));
+    }
+
+    /// Ends a decoding whose deadline has passed. The error names the server whose READ came last.
+    fn end_late(
+        &mut self,
+        index: usize,
+        mut run: IoRun<R, F>,
+        part: usize,
+        transfer: SlotTransfer,
+        buf: IoBuf<F>,
+    ) {
+        let pool = &run.store.remote_backing().pool;
+        let error = ChannelError::TimedOut {
+            endpoint: pool.session(transfer.server).endpoint().to_string(),
+            deadline: self.deadline,
+        };
+        run.parts[part].task = Task::Moving(transfer);
+        self.runs[index] = Some(run);
+        self.finish(tag_of(index, part), buf, Err(error));
     }
 }

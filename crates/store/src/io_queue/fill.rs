@@ -13,7 +13,7 @@ use farpage_fabric::ChannelError;
 use super::{
     IoQueue,
     copies::Outlook,
-    run::{IoRun, RunBuffer, RunPart, SlotTransfer, Task},
+    run::{Decoding, IoRun, RunBuffer, RunPart, SlotTransfer, Task},
     staging::{IoBuf, no_memory},
 };
 use crate::{
@@ -155,14 +155,17 @@ impl<R, F: RunBuffer> IoRun<R, F> {
         &mut self,
         part: usize,
         remote: &RemoteStore,
-        (transfer, outlook): (SlotTransfer, Outlook),
+        (transfer, outlook): (SlotTransfer, impl FnOnce() -> Outlook),
         coder: &mut Coder,
         block: Option<&[u8]>,
         result: Result<(), ChannelError>,
     ) {
         if let Err(source) = result {
             // No Good copy can be right: the bytes may have been damaged on their way.
-            let all_damaged = transfer.damaged != 0 && outlook.good & !transfer.damaged == 0;
+            let outlook = outlook();
+            let is_damaged = transfer.damaged != 0 || transfer.decoding.damaged != 0;
+            let may_be_right = outlook.good & !transfer.damaged != 0 || outlook.can_decode;
+            let all_damaged = is_damaged && !may_be_right;
             let may_look = !transfer.is_second_look && outlook.in_time && outlook.open != 0;
             if all_damaged && may_look {
                 self.tally.retries += 1;
@@ -214,7 +217,8 @@ impl<R, F: RunBuffer> IoRun<R, F> {
         }
         self.parts[part].frame = Some(frame);
         self.tally.bytes_read += u64::from(transfer.bytes);
-        if !damaged.is_empty() && outlook.in_time && transfer.is_stale(remote) {
+        let outlook = (!damaged.is_empty()).then(outlook);
+        if outlook.is_some_and(|outlook| outlook.in_time) && transfer.is_stale(remote) {
             // The old extent may have gone back to its server while the READ was under way: zeros
             // or anything else came, and no copy is damaged.
             self.tally.retries += 1;
@@ -228,7 +232,14 @@ impl<R, F: RunBuffer> IoRun<R, F> {
         let session = remote.pool.session(transfer.server);
         if remote.pool.has_copies() {
             self.tally.corrupt += damaged.len() as u64;
-            if self.read_another(part, remote, transfer, outlook, !damaged.is_empty()) {
+            let is_read_again = match outlook {
+                Some(outlook) => self.read_another(part, transfer, outlook),
+                None => {
+                    self.note_right(remote, transfer);
+                    false
+                }
+            };
+            if is_read_again {
                 self.tally.retries += 1;
                 return;
             }
@@ -273,42 +284,35 @@ impl<R, F: RunBuffer> IoRun<R, F> {
         self.end(part);
     }
 
-    /// Notes which copies of a part are damaged. If the bytes that came `are_damaged`, the pages
-    /// are fetched one by one, each from a copy that may be right, and after the last of these by
-    /// a [second look](Self::look_again). Returns false if there is nothing to fetch.
-    fn read_another(
-        &mut self,
-        part: usize,
-        remote: &RemoteStore,
-        transfer: SlotTransfer,
-        outlook: Outlook,
-        are_damaged: bool,
-    ) -> bool {
-        let bit = 1 << transfer.member;
-        if !are_damaged {
-            self.tally.failovers += u64::from(transfer.member != 0);
-            if transfer.is_decoded() {
-                if transfer.damaged & 1 != 0 {
-                    remote
-                        .pool
-                        .mark_home_damaged(transfer.place, transfer.changes);
-                }
-            } else if let (true, Some(id)) = (transfer.damaged != 0, transfer.extent) {
-                let (server, state) = (transfer.server, MemberState::Good);
-                let right = Member { server, id, state };
-                let damaged = (transfer.damaged & !bit, transfer.changes);
-                remote.pool.mark_damaged(transfer.place, damaged, right);
+    /// Counts a fill whose bytes are right, and marks the copies that had damaged ones before.
+    fn note_right(&mut self, remote: &RemoteStore, transfer: SlotTransfer) {
+        self.tally.failovers += u64::from(transfer.member != 0);
+        if transfer.is_decoded() {
+            if transfer.damaged & 1 != 0 {
+                (remote.pool).mark_home_damaged(transfer.place, transfer.changes);
             }
-            return false;
+        } else if let (true, Some(id)) = (transfer.damaged != 0, transfer.extent) {
+            let (server, state) = (transfer.server, MemberState::Good);
+            let right = Member { server, id, state };
+            let bit = 1 << transfer.member;
+            let damaged = (transfer.damaged & !bit, transfer.changes);
+            remote.pool.mark_damaged(transfer.place, damaged, right);
         }
+    }
+
+    /// Notes which copies of a part are damaged. The pages are fetched one by one, each from a copy
+    /// or from sources of a decoding that may be right, and after the last of these by a
+    /// [second look](Self::look_again). Returns false if there is nothing to fetch.
+    fn read_another(&mut self, part: usize, transfer: SlotTransfer, outlook: Outlook) -> bool {
         if !outlook.in_time {
             return false;
         }
-        let damaged = transfer.damaged | bit;
-        let decoding = match transfer.is_decoded() {
-            true => transfer.decoding.after_damage(),
-            false => transfer.decoding,
+        // Damage of decoded bytes is that of a source, and of no copy.
+        let bit = match transfer.is_decoded() {
+            true => 0,
+            false => 1 << transfer.member,
         };
+        let damaged = transfer.damaged | bit;
         let (rest, tried) = match transfer.is_second_look {
             true => (outlook.open & !transfer.tried & !bit, transfer.tried | bit),
             false => (outlook.good & !damaged, damaged),
@@ -317,16 +321,17 @@ impl<R, F: RunBuffer> IoRun<R, F> {
             attempts: transfer.attempts + 1,
             tried,
             damaged,
-            decoding,
+            decoding: transfer.decoding_after_damage(),
             ..transfer
         };
         let is_alone = self.parts[part].pages == 1;
-        if is_alone && rest != 0 {
+        let may_be_right = rest != 0 || outlook.can_decode;
+        if is_alone && may_be_right {
             self.parts[part].task = Task::Fetch(again);
         } else if !transfer.is_second_look {
             self.look_again(part, again);
         }
-        rest != 0 || !transfer.is_second_look
+        may_be_right || !transfer.is_second_look
     }
 
     /// Fetches the pages of a part that came damaged one by one, since each may be right in another
@@ -336,9 +341,17 @@ impl<R, F: RunBuffer> IoRun<R, F> {
         let RunPart { pages, .. } = self.parts[part];
         let again = SlotTransfer {
             tried: 0,
-            damaged: if pages > 1 { 0 } else { transfer.damaged },
             is_second_look: pages == 1,
             ..transfer
+        };
+        let again = match pages {
+            1 => again,
+            // The damage may be in other pages.
+            _ => SlotTransfer {
+                damaged: 0,
+                decoding: Decoding::default(),
+                ..again
+            },
         };
         let bytes = transfer.bytes / pages as u32;
         let mut part = part;

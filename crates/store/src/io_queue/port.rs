@@ -74,10 +74,7 @@ impl Drop for DoubtfulSlots {
     fn drop(&mut self) {
         match *self.are_lost.get_mut() {
             true => self.pool.settle_ended(self.slots.len()),
-            false => {
-                self.pool.abandon(&self.slots);
-                self.pool.end_doubt(self.slots[0].place);
-            }
+            false => self.pool.abandon(&self.slots),
         }
     }
 }

@@ -14,6 +14,7 @@ use crate::{
     EntryWords, PageIndex, PageStore, StoreError, StoreStatsSnapshot,
     blocking::{BlockingStore, StoreCallError, StoreJob, Waker},
     codec::{Form, READ, WRITE},
+    parity::SET_MAX,
     place::SlotPlace,
     remote::RemoteStore,
 };
@@ -229,8 +230,10 @@ pub(super) struct Decoding {
     pub(super) left: u16,
     /// Positions of extents that refused to be read.
     pub(super) refused: u16,
-    /// Number of choices of sources that brought damaged bytes.
+    /// Number of decodings that brought damaged bytes.
     pub(super) damaged: u8,
+    /// Coefficients of the sources, by position.
+    pub(super) recipe: [u8; SET_MAX],
 }
 
 impl SlotTransfer {

@@ -65,12 +65,6 @@ impl SlotPool {
         arena.lock().begin_doubt(place.extent);
     }
 
-    /// Ends what [`begin_doubt`](Self::begin_doubt) began: nothing lands any more.
-    pub(crate) fn end_doubt(&self, place: SlotPlace) {
-        let arena = &self.arenas[usize::from(place.server)];
-        arena.lock().end_doubt(place.extent);
-    }
-
     /// Makes a set of sealed groups, and gives their additional copies back: see
     /// [`GroupTable::code`](crate::groups::GroupTable::code). False if a group has changed.
     pub(crate) fn make_set(

@@ -4,6 +4,7 @@
 
 mod adds;
 mod copies;
+mod decoding;
 mod drains;
 mod lossy;
 mod named;

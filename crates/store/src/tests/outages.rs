@@ -250,8 +250,41 @@ fn a_repair_copies_from_the_copy_that_can_be_read() {
 /// Ends a write that took no place.
 fn abandon(store: &PageStore, place: SlotPlace) {
     let bytes = 4096;
+    pool(store).begin_doubt(place);
     pool(store).end_writes(place, 1);
     pool(store).abandon(&[SlotSpan { place, bytes }]);
+}
+
+/// Extents come and go, and their indices are used again, while doubts end.
+#[test]
+fn a_doubt_ends_in_the_extent_that_it_began_in() {
+    let cluster = cluster(1);
+    let store = on_demand(&cluster, 1 << 30, None);
+    let pool = pool(&store);
+    let begin = || {
+        let place = iter::repeat_with(|| {
+            let place = pool.alloc(4096, 0);
+            if place.is_none() {
+                pool.grow(4096).expect("the servers have room");
+            }
+            place
+        });
+        place
+            .flatten()
+            .next()
+            .expect("the search ends with a place")
+    };
+    std::thread::scope(|scope| {
+        for _ in 0..3 {
+            scope.spawn(|| {
+                for _ in 0..20_000 {
+                    abandon(&store, begin());
+                    pool.shrink();
+                }
+            });
+        }
+    });
+    assert_eq!(pool.used_bytes(), 0);
 }
 
 /// Begins a write in a group, and returns its place.

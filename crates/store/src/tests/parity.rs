@@ -7,7 +7,7 @@ use super::{
 };
 use crate::{Redundancy, groups::Member, parity::ParityCode, repair::RepairTurn};
 
-fn options(data: u8, parity: u8, reserve: Reserve) -> RemoteOptions {
+pub(super) fn options(data: u8, parity: u8, reserve: Reserve) -> RemoteOptions {
     RemoteOptions {
         reserve,
         redundancy: Some(Redundancy::Parity { data, parity }),
@@ -21,12 +21,12 @@ fn coded(world: &World, pages: u64, (data, parity): (u8, u8)) -> Arc<PageStore> 
 }
 
 /// Returns the share of the used bytes that has parity.
-fn sealed_part(store: &PageStore) -> f64 {
+pub(super) fn sealed_part(store: &PageStore) -> f64 {
     store.stats().sealed_bytes as f64 / pool(store).granted_bytes() as f64
 }
 
 /// Returns the home of a page in a set.
-fn home_of(store: &PageStore, page: u64) -> Member {
+pub(super) fn home_of(store: &PageStore, page: u64) -> Member {
     let place = place_of(store, page).0;
     let group = pool(store).group(place).expect("its slot is live");
     assert!(group.column.is_some(), "page {page} has no parity");
@@ -34,19 +34,19 @@ fn home_of(store: &PageStore, page: u64) -> Member {
 }
 
 /// A world whose pages have parity, their bytes, and an I/O queue.
-struct SealedWorld {
-    world: World,
-    store: Arc<PageStore>,
-    io: Queue,
-    model: Vec<u8>,
+pub(super) struct SealedWorld {
+    pub(super) world: World,
+    pub(super) store: Arc<PageStore>,
+    pub(super) io: Queue,
+    pub(super) model: Vec<u8>,
 }
 
 impl SealedWorld {
-    fn new(servers: u64, code: (u8, u8), options: ClusterOptions) -> Self {
+    pub(super) fn new(servers: u64, code: (u8, u8), options: ClusterOptions) -> Self {
         Self::of(World::of(servers, options), code)
     }
 
-    fn of(mut world: World, code: (u8, u8)) -> Self {
+    pub(super) fn of(mut world: World, code: (u8, u8)) -> Self {
         let store = coded(&world, 512, code);
         let mut io = queue(&world.cluster);
         let model = odd_pages(4096, 0..512);
@@ -74,7 +74,7 @@ impl SealedWorld {
     }
 
     /// Returns the pages that have parity.
-    fn sealed_pages(&self) -> Vec<u64> {
+    pub(super) fn sealed_pages(&self) -> Vec<u64> {
         let is_sealed = |page: &u64| {
             let place = place_of(&self.store, *page).0;
             let group = pool(&self.store).group(place);
@@ -98,7 +98,7 @@ impl SealedWorld {
         }
     }
 
-    fn kill(&self, server: usize) {
+    pub(super) fn kill(&self, server: usize) {
         self.world.servers[server].kill();
     }
 }
@@ -263,7 +263,7 @@ fn a_damaged_source_is_left_out() {
 }
 
 /// Changes a byte of a page in one of its copies, and back again.
-fn flip(store: &PageStore, page: u64, member: Member) {
+pub(super) fn flip(store: &PageStore, page: u64, member: Member) {
     let (place, len) = place_of(store, page);
     let extent = (member.server, member.id);
     let change = |bytes: &mut [u8]| bytes[9] ^= 4;
