@@ -2,7 +2,8 @@
 //!
 //! The rule it keeps: a name has one [`Job`] at a time, and all extents that the name has before or
 //! afterwards are pinned until the job is done. A job that the disk refuses stays with its name,
-//! and the name's next publication does it first: that one uses places of the version on the disk.
+//! and the name's next publication has it done first: that one uses places of the version on the
+//! disk.
 
 use std::{
     sync::mpsc::{self, Receiver},
@@ -85,34 +86,43 @@ impl State {
         }
     }
 
-    /// Waits until nobody writes the name's file. Does the job that the disk has refused, if there
-    /// is one, for `session`.
+    /// Waits until nobody writes the name's file, and has the job done again that the disk has
+    /// refused. False if that takes beyond `until`.
     ///
     /// # Errors
-    /// The disk takes too long, or refuses the job again.
+    /// The disk has refused the job again.
     pub(super) fn settle_job(
         &self,
         ledger: &mut MutexGuard<'_, Ledger>,
-        session: SessionId,
         id: &NameId,
-    ) -> Result<(), Refusal> {
-        self.wait_written(ledger, id)?;
-        let Some(record) = ledger.names.get_mut(id) else {
-            return Ok(());
-        };
-        let Some(Failed { job, .. }) = record.failed.take() else {
-            return Ok(());
-        };
-        record.is_writing = true;
-        self.in_disk(ledger, session, || self.write_job(job));
-        self.wait_written(ledger, id)?;
-        let failed = ledger.names.get(id).and_then(|it| it.failed.as_ref());
-        failed.map_or(Ok(()), |failed| {
-            Err(Refusal::Invalid(format!(
-                "the region's last publication is not on the disk yet: {}",
-                failed.reason
-            )))
-        })
+        until: Instant,
+    ) -> Result<bool, Refusal> {
+        loop {
+            while ledger.names.get(id).is_some_and(|it| it.is_writing) {
+                if self.written.wait_until(ledger, until).timed_out() {
+                    return Ok(false);
+                }
+            }
+            let Some(record) = ledger.names.get_mut(id) else {
+                return Ok(true);
+            };
+            match record.failed.take() {
+                None => return Ok(true),
+                Some(mut failed) if failed.job.is_retry => {
+                    let reason = failed.reason.clone();
+                    failed.job.is_retry = false;
+                    record.failed = Some(failed);
+                    return Err(Refusal::Invalid(format!(
+                        "the region's last publication is not on the disk yet: {reason}"
+                    )));
+                }
+                Some(Failed { job, .. }) => {
+                    record.is_writing = true;
+                    let is_retry = true;
+                    MutexGuard::unlocked(ledger, || self.follow_up(Job { is_retry, ..job }));
+                }
+            }
+        }
     }
 
     /// Works on the disk for `session` while the ledger is unlocked. The session's client, whose

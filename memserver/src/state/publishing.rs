@@ -53,16 +53,14 @@ impl State {
         durable.check().map_err(Refusal::Invalid)?;
         let mut ledger = self.ledger.lock();
         let id = ledger.name_of(session, name)?;
-        // 1. The last publication.
-        let until = Instant::now() + LATER;
-        while ledger.names.get(&id).is_some_and(|it| it.is_writing) {
-            if self.written.wait_until(&mut ledger, until).timed_out() {
-                return Ok(false);
-            }
+        // 1. The last publication, which others are not to write again.
+        if ledger.names.get(&id).is_some_and(|it| it.failed.is_some()) {
+            ledger.may_bind(session, &id)?;
+        }
+        if !self.settle_job(&mut ledger, &id, Instant::now() + LATER)? {
+            return Ok(false);
         }
         // 2. Everything that can be refused.
-        ledger.may_bind(session, &id)?;
-        self.settle_job(&mut ledger, session, &id)?;
         ledger.may_bind(session, &id)?;
         let known = ledger.known(session)?;
         let not_leased = |range: &&ExtentRange| !known.extents.contains(&range.extent);
@@ -87,8 +85,14 @@ impl State {
                 "{bytes} bytes are more than the {PERSIST_BYTES_MAX} that one request may write to the disk"
             )));
         }
-        // 3. The bytes: now, or with the publication.
-        let is_for_later = !wait && durable.when() == Persistence::Soon;
+        // 3. The bytes: now, or with the publication. What replaces damaged files is on the disk
+        //    before they are removed.
+        let record = ledger.names.get(&id);
+        let is_damaged = record.is_some_and(|it| it.damage.is_some());
+        let is_for_later = !wait
+            && durable.when() == Persistence::Soon
+            && !is_damaged
+            && ledger.damaged_twin(&id).is_none();
         if is_for_later && ledger.keep_for_later(session, &id, ranges) {
             return Ok(true);
         }
@@ -119,7 +123,9 @@ impl State {
         let id = ledger.name_of(session, name)?;
         self.wait_written(&mut ledger, &id)?;
         ledger.may_bind(session, &id)?;
-        self.settle_job(&mut ledger, session, &id)?;
+        if !self.settle_job(&mut ledger, &id, Instant::now() + WRITTEN)? {
+            return Err(still_written());
+        }
         let twin = ledger.damaged_twin(&id);
         if let Some(twin) = &twin {
             // The holder of the name has claimed it in order to replace what is there.
@@ -173,17 +179,12 @@ impl State {
             let mut used = extents.clone();
             used.extend(ledger.present(&ranges));
             pinned = ledger.begin_writing(&id, &used);
-            // What replaces damaged files is on the disk before the last of them is removed.
-            if ranges.is_empty() || twin.is_some() || ledger.name(&id).damage.is_some() {
+            if ranges.is_empty() {
                 if let Some(twin) = &twin {
                     ledger.name(twin).is_writing = true;
                 }
-                let bytes = ledger.written(&ranges);
-                let bound = self.in_disk(&mut ledger, session, || {
-                    durable.write(&bytes)?;
-                    durable.bind(id.owner, &id.name, &binding)
-                });
-                drop(bytes);
+                let bind = || durable.bind(id.owner, &id.name, &binding);
+                let bound = self.in_disk(&mut ledger, session, bind);
                 if let Some(twin) = &twin {
                     ledger.stop_writing(twin);
                 }
@@ -200,6 +201,7 @@ impl State {
                     binding,
                     ranges,
                     pinned: pinned.clone(),
+                    is_retry: false,
                 });
             }
         }
@@ -299,9 +301,7 @@ impl State {
         let until = Instant::now() + WRITTEN;
         while ledger.names.get(id).is_some_and(|it| it.is_writing) {
             if self.written.wait_until(ledger, until).timed_out() {
-                return Err(Refusal::Invalid(
-                    "the region's last publication is still being written to the server's disk: try again later".to_owned(),
-                ));
+                return Err(still_written());
             }
         }
         Ok(())
@@ -350,6 +350,12 @@ impl State {
             Refusal::Invalid("this server keeps no names on a disk (--persist)".to_owned())
         })
     }
+}
+
+fn still_written() -> Refusal {
+    Refusal::Invalid(
+        "the region's last publication is still being written to the server's disk: try again later".to_owned(),
+    )
 }
 
 impl Ledger {

@@ -178,6 +178,8 @@ pub(crate) struct Job {
     pub(super) ranges: Vec<ExtentRange>,
     /// Extents of the ranges, and those that the name has before or afterwards.
     pub(super) pinned: HashSet<ExtentId>,
+    /// True if the disk has refused the job before, and a client waits to hear of it.
+    pub(super) is_retry: bool,
 }
 
 /// A job that the disk has refused, and may take later.
