@@ -201,6 +201,7 @@ fn extents_that_a_waiting_publication_writes_stay_until_it_is_written() {
     }
     state.publish(session, "a", vec![1], &[kept]).unwrap();
     state.release(session, other).unwrap();
+    assert!(state.ledger.lock().extents.contains_key(&other));
     assert!(!state.wait_jobs(Instant::now()), "nobody has written yet");
     state.end_jobs();
     state.write_publications(&jobs);
@@ -221,15 +222,21 @@ fn a_session_whose_request_is_in_the_disk_does_not_end() {
         offset: 0,
         bytes: 64,
     };
+    let late = Instant::now() + 10 * state.limits.lease;
     thread::scope(|scope| {
         let hung = folder.hang();
         let request = scope.spawn(|| state.persist(session, "a", &[range], true));
         while state.ledger.lock().sessions[&session].in_disk == 0 {
             thread::yield_now();
         }
-        let late = Instant::now() + 10 * state.limits.lease;
-        assert_eq!(state.reap(late), 0);
+        let reaper = scope.spawn(|| state.reap(late));
+        // The end of the session would wait for the disk as well.
+        let is_there = || state.ledger.lock().sessions.contains_key(&session);
+        while !reaper.is_finished() && is_there() {
+            thread::yield_now();
+        }
         drop(hung);
+        assert_eq!(reaper.join().unwrap(), 0);
         assert_eq!(request.join().unwrap(), Ok(true));
     });
     assert_eq!(state.renew(session), Ok(()));
