@@ -91,6 +91,11 @@ pub fn seeds() -> Vec<Vec<u8>> {
             manifest: vec![1, 2, 3],
             extents: vec![ExtentId(1), ExtentId(u64::MAX)],
         },
+        Request::Prepare {
+            name: "squares".to_owned(),
+            manifest: vec![1],
+            extents: vec![ExtentId(1)],
+        },
         Request::Stat,
         Request::Read {
             name: "squares".to_owned(),

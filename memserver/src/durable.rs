@@ -22,7 +22,7 @@ mod writer;
 
 pub use self::loading::PersistError;
 pub(crate) use self::{
-    format::{Binding, BoundExtent},
-    loading::{Damage, Stored, StoredName},
+    format::{Binding, BoundExtent, name_file},
+    loading::{Damage, LoadError, Stored, StoredName},
     writer::{DurableNames, Written},
 };

@@ -12,7 +12,10 @@ use std::{
     env,
     io::{self, IsTerminal, Write},
     process::ExitCode,
-    sync::{Arc, atomic::AtomicBool},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     time::Duration,
 };
 
@@ -72,11 +75,14 @@ fn serve(flags: &ServeArgs, log: &LogArgs) -> anyhow::Result<()> {
     let (writer, _guard) = LogWriter::stderr();
     start_log(config.log, &config.log_level, writer.clone())?;
     (writer.say_what_is_dropped()).context("cannot start the log's thread")?;
-    // Before anything is bound: a signal that comes early must drain, too.
-    let mut signals =
-        stop_signals().context("cannot install the handlers of SIGTERM, SIGINT and SIGHUP")?;
+    // Before anything is bound: a signal that comes early must drain, too. Nobody is served while
+    // names are loaded, which takes long: a signal then stops at once.
+    let stopping = Arc::new(AtomicBool::new(config.persist.is_some()));
+    let mut signals = stop_signals(&stopping)
+        .context("cannot install the handlers of SIGTERM, SIGINT and SIGHUP")?;
     say_capacity(&config);
     let running = Server::from(config.clone()).start()?;
+    stopping.store(false, Ordering::Relaxed);
     let signal = signals.forever().find(|&signal| asks_to_stop(signal));
     match config.drain_timeout.is_zero() {
         true => info!(
@@ -95,11 +101,11 @@ fn serve(flags: &ServeArgs, log: &LogArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Takes the signals that ask to stop. The first is for the caller to read; the second ends the
-/// process on the spot, with the status a shell gives for it. SIGHUP is among those to read and
+/// Takes the signals that ask to stop. The first is for the caller to read. One that comes while
+/// `stopping` is set, as the first sets it, ends the process on the spot, with the status a shell
+/// gives for it. SIGHUP is among those to read and
 /// ends nothing: a terminal that closes must not take everybody's memory along.
-fn stop_signals() -> std::io::Result<Signals> {
-    let stopping = Arc::new(AtomicBool::new(false));
+fn stop_signals(stopping: &Arc<AtomicBool>) -> std::io::Result<Signals> {
     for signal in [SIGTERM, SIGINT] {
         // In this order: the handler that looks at the flag runs before the one that raises it.
         flag::register_conditional_shutdown(signal, 128 + signal, stopping.clone())?;

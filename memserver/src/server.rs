@@ -298,12 +298,8 @@ impl Server {
             operators: self.operators,
         };
         let look_every = limits.shortest() / LOOKS_PER_LEASE;
-        let mut state = State::with_tier(limits, tier);
-        if let Some((directory, when)) = &self.persist {
-            state = state.restore(Stored::find(directory, *when)?, directory)?;
-        }
-        let state = Arc::new(state);
-        // 1. All endpoints or none: a server that half listens would look healthy.
+        // 1. All endpoints or none: a server that half listens would look healthy. Before the names
+        //    are loaded, which takes long: clients that come meanwhile wait.
         let listeners: Vec<Listener> = self
             .listen
             .iter()
@@ -319,6 +315,11 @@ impl Server {
             .iter()
             .map(|listener| listener.endpoint().clone())
             .collect();
+        let mut state = State::with_tier(limits, tier);
+        if let Some((directory, when)) = &self.persist {
+            state = state.restore(Stored::find(directory, *when)?, directory)?;
+        }
+        let state = Arc::new(state);
         // 2. From here on `running` ends what was started, also when a later thread cannot be.
         let mut limits = ConnectionLimits::default();
         limits.per_address = self.connections_per_address.unwrap_or(limits.per_address);
@@ -408,6 +409,9 @@ pub(crate) fn check_tiers(
         },
     }
 }
+
+/// The least time for the disk to take publications that are answered already.
+const LAST_JOBS: Duration = Duration::from_secs(10);
 
 /// Time within which clients learn that the server is about to end: they ask every three seconds.
 const TOLD_WITHIN: Duration = Duration::from_secs(4);
@@ -522,7 +526,11 @@ impl Drop for RunningServer {
         };
         self.threads.drain(..).for_each(join);
         self.state.end_jobs();
-        self.writer.take().into_iter().for_each(join);
+        let patience = self.drain_timeout.max(LAST_JOBS);
+        // A disk that hangs keeps the writer: the thread ends with the process.
+        let is_written = self.state.wait_jobs(Instant::now() + patience);
+        let writer = self.writer.take().filter(|_| is_written);
+        writer.into_iter().for_each(join);
         drop(self.evictors.take());
         // Log lines of the threads.
         log::flush(Instant::now() + LAST_LINES);

@@ -28,6 +28,7 @@ use tracing::{info, warn};
 
 mod accounts;
 mod host;
+mod jobs;
 mod leases;
 mod ledger;
 mod names;
@@ -167,6 +168,7 @@ impl State {
             }
         };
         let over: Vec<(SessionId, &str)> = (ledger.sessions.iter())
+            .filter(|(_, session)| session.in_disk == 0)
             .filter_map(|(id, session)| Some((*id, why(session)?)))
             .collect();
         let ended: Vec<Ended> = (over.iter())

@@ -3,7 +3,7 @@
 
 mod common;
 
-use std::{fs, path::Path, process::Output};
+use std::{fs, net::TcpListener, path::Path, process::Output};
 
 use common::{Daemon, command, connect_as, read, stat, write};
 use farpage_testkit::text;
@@ -111,4 +111,11 @@ fn a_directory_that_cannot_be_used_ends_the_start_with_a_reason() {
     fs::write(kept.path().join("letter"), "dear").unwrap();
     let (code, said) = serve(&["--persist", kept.path().to_str().unwrap()]);
     assert!(code == Some(1) && said.contains("letter"), "{said}");
+    // Addresses come first: loading the names takes long.
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = taken.local_addr().unwrap().port();
+    let endpoint = format!("tcp://127.0.0.1:{port}");
+    let directory = kept.path().to_str().unwrap();
+    let (code, said) = serve(&["--persist", directory, "--listen", &endpoint]);
+    assert!(code == Some(1) && said.contains(&endpoint), "{said}");
 }

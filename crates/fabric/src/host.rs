@@ -230,6 +230,19 @@ pub trait Host: Send + Sync + 'static {
     ) -> Result<Versions, Refusal> {
         Err(lends_by_name())
     }
+    /// Publishes a name before another server binds it to the region. Extents of the version before
+    /// stay with the name until the next [`publish`](Self::publish). True if there are some that
+    /// this version lacks.
+    fn prepare(
+        &self,
+        session: SessionId,
+        name: &str,
+        manifest: Vec<u8>,
+        extents: &[ExtentId],
+    ) -> Result<bool, Refusal> {
+        self.publish(session, name, manifest, extents)
+            .map(|_| false)
+    }
     /// Opens a named region for writing. No other session can, until this one closes or releases
     /// the extents. `serial` is as for [`grant`](Self::grant).
     fn open(

@@ -228,6 +228,48 @@ fn several_servers_have_their_parts_before_the_name_is_bound() {
 }
 
 #[test]
+fn what_a_region_replaces_is_there_until_its_first_server_binds_the_name() {
+    let Some(_watchdog) = begin(120) else { return };
+    let mut kept = [(); 2].map(|()| Kept::start(Fabric::Tcp, Persistence::AtOnce));
+    let urls = kept.each_ref().map(|kept| kept.url.clone());
+    let connect = || runtime(&[&urls[0], &urls[1]], MIB);
+    {
+        let runtime = connect();
+        let mut array = named(&runtime, "wide", 4 * MIB);
+        fill(&mut array, 0);
+        array.close().unwrap();
+    }
+    // The first server cannot make the name's file. The other one has bound its part by then.
+    let file = kept[0].files("name-").remove(0);
+    let name = file.file_name().unwrap().to_str().unwrap();
+    let obstacle = file.with_file_name(format!("new-{name}"));
+    fs::create_dir(&obstacle).unwrap();
+    {
+        let runtime = connect();
+        let options = RegionOptions::new().name("wide").replace(true);
+        let mut array = runtime.array_with::<u64>(MIB / 2, options).unwrap();
+        fill(&mut array, 1);
+        array.flush().unwrap_err();
+    }
+    fs::remove_dir(&obstacle).unwrap();
+    for _ in 0..2 {
+        let runtime = connect();
+        let array = runtime.open_array::<u64>("wide").unwrap();
+        assert_filled(&array, 0);
+        drop((array, runtime));
+        kept.iter_mut().for_each(Kept::start_again);
+    }
+    // Once the region is bound, what it replaces is free on both.
+    let runtime = connect();
+    let options = RegionOptions::new().name("wide").replace(true);
+    let mut array = runtime.array_with::<u64>(1000, options).unwrap();
+    fill(&mut array, 2);
+    array.close().unwrap();
+    let bytes = |kept: &Kept| kept.server.as_ref().unwrap().stat().granted_bytes;
+    assert!(kept.iter().map(bytes).sum::<u64>() < 4 * MIB as u64);
+}
+
+#[test]
 fn a_server_that_is_added_has_its_part_on_its_disk_as_well() {
     let Some(_watchdog) = begin(60) else { return };
     let mut kept = [(); 2].map(|()| Kept::start(Fabric::Tcp, Persistence::AtOnce));

@@ -195,6 +195,19 @@ pub enum Request {
         /// written after the `Publish`, on a server whose [`Persistence`] is `Soon`.
         wait: bool,
     },
+    /// Binds a name as `Publish` does, before another server binds it to the region. What the
+    /// version before has stays with the name until the next `Publish`. Answered by
+    /// [`Response::Later`] if the version before has extents that this one lacks, so that a
+    /// `Publish` is wanted once the region is bound.
+    Prepare {
+        /// The name.
+        name: String,
+        /// Contents of the manifest, opaque to the server.
+        manifest: Vec<u8>,
+        /// Extents of this session that live as long as the name.
+        #[serde(deserialize_with = "at_most_extents")]
+        extents: Vec<ExtentId>,
+    },
 }
 
 /// Bytes of an extent.
@@ -206,6 +219,13 @@ pub struct ExtentRange {
     pub offset: u64,
     /// Number of bytes.
     pub bytes: u64,
+}
+
+impl ExtentRange {
+    /// True if `next` lies directly behind this range.
+    pub fn is_followed_by(&self, next: &Self) -> bool {
+        (self.extent, self.offset + self.bytes) == (next.extent, next.offset)
+    }
 }
 
 /// The most ranges of one [`Request::Persist`].
@@ -316,8 +336,9 @@ pub enum Response {
     },
     /// Versions of a name that was published, or whose readers were asked for.
     Versions(Versions),
-    /// The name's last publication is still being written to the disk: the request was not
-    /// executed, and is to be sent again.
+    /// Answer to a `Persist` that was not executed, since the name's last publication is still
+    /// being written to the disk: it is to be sent again. Answer to a `Prepare` that a `Publish` is
+    /// to follow.
     Later,
 }
 

@@ -30,6 +30,7 @@ pub(crate) struct Lies {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Step {
     Write,
+    Rename,
     SyncFile,
     SyncFolder,
     Read,
@@ -39,6 +40,8 @@ pub(crate) enum Step {
 struct CutDisk {
     files: Vec<Inode>,
     entries: BTreeMap<String, usize>,
+    /// True if a check of the file system left files without a name.
+    has_lost: bool,
     durable_entries: BTreeMap<String, usize>,
     changes: Vec<Change>,
     lies: Lies,
@@ -192,6 +195,34 @@ impl CutFolder {
         file.durable.clone_from(&file.bytes);
     }
 
+    /// Leaves files without a name, as a check of the file system does; or removes them.
+    pub(crate) fn find_lost(&self, has_lost: bool) {
+        self.0.lock().has_lost = has_lost;
+    }
+
+    /// Makes all steps wait until the result is dropped.
+    pub(crate) fn hang(&self) -> impl Sized + '_ {
+        self.0.lock()
+    }
+
+    /// Makes an empty file, durably.
+    pub(crate) fn put(&self, file: &str) {
+        let mut disk = self.0.lock();
+        let number = disk.files.len();
+        disk.files.push(Inode::default());
+        disk.entries.insert(file.to_owned(), number);
+        disk.durable_entries.insert(file.to_owned(), number);
+    }
+
+    /// Returns the bytes of all files.
+    pub(crate) fn bytes(&self) -> u64 {
+        let disk = self.0.lock();
+        let numbers = disk.entries.values();
+        numbers
+            .map(|number| disk.files[*number].bytes.len() as u64)
+            .sum()
+    }
+
     /// Removes a file durably.
     pub(crate) fn lose(&self, file: &str) {
         let mut disk = self.0.lock();
@@ -215,6 +246,10 @@ impl CutFolder {
 impl Folder for CutFolder {
     fn list(&self) -> io::Result<Vec<String>> {
         Ok(self.files(""))
+    }
+
+    fn has_lost_files(&self) -> io::Result<bool> {
+        Ok(self.0.lock().has_lost)
     }
 
     fn open(&self, file: &str) -> io::Result<Box<dyn FolderFile>> {
@@ -245,7 +280,7 @@ impl Folder for CutFolder {
 
     fn rename(&self, from: &str, to: &str) -> io::Result<()> {
         let mut disk = self.0.lock();
-        disk.step(Step::Write, from)?;
+        disk.step(Step::Rename, from)?;
         let number = disk.number(from)?;
         disk.change(Change {
             goes: Some(from.to_owned()),

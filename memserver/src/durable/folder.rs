@@ -26,6 +26,9 @@ use crate::tier::BLOCK_BYTES;
 /// File that is locked while a server uses the directory.
 const LOCK: &str = "lock";
 
+/// Directory in which checks of a file system leave files that had lost their names.
+pub(super) const LOST: &str = "lost+found";
+
 /// The least number of bytes that are moved without the page cache. Fewer are moved faster through
 /// it, since the kernel writes many places at once.
 const DIRECT_BYTES: usize = 256 << 10;
@@ -34,6 +37,8 @@ const DIRECT_BYTES: usize = 256 << 10;
 pub(crate) trait Folder: Send + Sync {
     /// Lists the files.
     fn list(&self) -> io::Result<Vec<String>>;
+    /// True if a check of the file system has found files that had lost their names.
+    fn has_lost_files(&self) -> io::Result<bool>;
     /// Opens a file that exists.
     fn open(&self, file: &str) -> io::Result<Box<dyn FolderFile>>;
     /// Makes a file of `bytes` zeros, in place of an older one of that name.
@@ -158,6 +163,14 @@ impl Folder for DiskFolder {
             }
         }
         Ok(files)
+    }
+
+    fn has_lost_files(&self) -> io::Result<bool> {
+        match fs::read_dir(self.path.join(LOST)) {
+            Ok(mut files) => Ok(files.next().is_some()),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+            Err(error) => Err(error),
+        }
     }
 
     fn open(&self, file: &str) -> io::Result<Box<dyn FolderFile>> {
@@ -287,6 +300,18 @@ mod tests {
         let mut found = vec![0; bytes];
         folder.open("file").unwrap().read(0, &mut found).unwrap();
         assert!(found == expected);
+    }
+
+    #[test]
+    fn files_that_lost_their_names_are_seen() {
+        let directory = tempfile::tempdir().unwrap();
+        let folder = DiskFolder::lock(directory.path()).unwrap();
+        assert!(!folder.has_lost_files().unwrap());
+        let lost = directory.path().join(LOST);
+        fs::create_dir(&lost).unwrap();
+        assert!(!folder.has_lost_files().unwrap());
+        fs::write(lost.join("#12"), "").unwrap();
+        assert!(folder.has_lost_files().unwrap());
     }
 
     #[test]

@@ -61,7 +61,7 @@ pub(super) fn extent_of(file: &str) -> Option<ExtentId> {
 
 /// Returns the file of a name's binding. A name may be longer than a file's name, so its hash is
 /// there.
-pub(super) fn name_file(owner: PublicKey, name: &str) -> String {
+pub(crate) fn name_file(owner: PublicKey, name: &str) -> String {
     let hash = XxHash3_128::oneshot(name.as_bytes());
     format!("name-{owner}-{hash:032x}")
 }
@@ -145,6 +145,20 @@ mod tests {
             assert_eq!(decode(&changed).1, None, "byte {at}");
         }
         assert_eq!(decode(&[&file[..], &[0]].concat()).1, None);
+    }
+
+    /// A failure means that the format has changed: see [`FORMAT`].
+    #[test]
+    fn the_bytes_of_a_binding_are_those_of_this_format() {
+        let file = encode(OWNER, "squares", &binding());
+        assert_eq!(FORMAT, 1);
+        assert_eq!(
+            XxHash3_128::oneshot(&file),
+            0xcac40ff5d98a8271781d5fdc9112f1d6
+        );
+        let name = name_file(OWNER, "squares");
+        let hash = "6db0ac558152e08324cc53f0dcd2e5ac";
+        assert_eq!(name, format!("name-{}-{hash}", "07".repeat(32)));
     }
 
     #[test]

@@ -5,7 +5,7 @@
 //! finished.
 
 use std::{
-    collections::{BTreeMap, HashSet},
+    collections::{BTreeMap, HashMap, HashSet},
     io,
     path::{Path, PathBuf},
     sync::Arc,
@@ -14,10 +14,11 @@ use std::{
 
 use farpage_fabric::memory::ExtentMemory;
 use farpage_wire::{ExtentId, Persistence, PublicKey};
-use tracing::info;
+use nix::errno::Errno;
+use tracing::{info, warn};
 
 use super::{
-    folder::{DiskFolder, Folder, FolderFile},
+    folder::{DiskFolder, Folder, FolderFile, LOST},
     format::{
         Binding, FORMAT, FORMAT_FILE, UNFINISHED, decode, extent_file, extent_of, format_text,
         name_file, owner_of,
@@ -28,9 +29,6 @@ use super::{
 /// The longest file of a name that is read: a manifest and a list of extents are far shorter.
 const NAME_BYTES_MAX: u64 = 1 << 26;
 
-/// Files that some file systems make by themselves.
-const FOREIGN: [&str; 1] = ["lost+found"];
-
 farpage_wire::debug_as_display!(PersistError);
 
 /// Reason why a server cannot keep names in a directory.
@@ -39,7 +37,8 @@ farpage_wire::debug_as_display!(PersistError);
 pub enum PersistError {
     /// The directory cannot be used.
     #[error(
-        "cannot use the directory of --persist {directory}: {source}; it has to exist, and to belong to the server's user"
+        "cannot use the directory of --persist {directory}: {source}{}",
+        advice(source)
     )]
     Directory {
         /// The directory.
@@ -102,7 +101,9 @@ pub enum PersistError {
         most: usize,
     },
     /// Memory for the names is lacking.
-    #[error("no memory for the names in {directory}: {reason}")]
+    #[error(
+        "the names in {directory} are not loaded, for want of memory, room or descriptors, and none is damaged by that: {reason}; give the server more, and start it anew"
+    )]
     Memory {
         /// The directory.
         directory: PathBuf,
@@ -169,7 +170,8 @@ impl Stored {
             let Some(owner) = owner_of(file) else {
                 continue;
             };
-            let (name, binding) = read_name(&*folder, owner, file);
+            let (name, binding) = read_name(&*folder, owner, file)
+                .map_err(|error| lacking(path, format!("reading {file}: {error}")))?;
             let extents = binding.as_ref().map_or(&[][..], |it| &it.extents);
             extents
                 .iter()
@@ -185,6 +187,8 @@ impl Stored {
                 binding,
             });
         }
+        let is_unknown = |file: &&String| file.starts_with("name-") && owner_of(file).is_none();
+        let unknown = files.iter().find(is_unknown);
         let has_unknown = names.iter().any(|it| it.binding.is_err());
         // 2. Their extents.
         let present: HashSet<&String> = files.iter().collect();
@@ -192,6 +196,7 @@ impl Stored {
             let Ok(binding) = &stored.binding else {
                 continue;
             };
+            let mut shortage = None;
             let wrong = binding.extents.iter().find_map(|extent| {
                 let file = extent_file(extent.id);
                 let at = path.join(&file);
@@ -202,32 +207,59 @@ impl Stored {
                     _ => match bytes() {
                         Ok(bytes) if bytes == extent.bytes => None,
                         Ok(bytes) => Some(format!("{} has {bytes} bytes", at.display())),
-                        Err(error) => Some(format!("{}: {error}", at.display())),
+                        Err(error) => {
+                            let reason = format!("{}: {error}", at.display());
+                            if is_shortage(&error) {
+                                shortage = Some(reason.clone());
+                            }
+                            Some(reason)
+                        }
                     },
                 }
             });
+            if let Some(reason) = shortage {
+                return Err(lacking(path, reason));
+            }
             if let Some(reason) = wrong {
                 stored.damage(&reason);
             }
         }
-        // 3. Leftovers. Extents may belong to a name whose file cannot be read.
+        // 3. Leftovers. Extents may belong to a name whose file cannot be read, or has lost its name.
         let extents: Vec<ExtentId> = files.iter().filter_map(|file| extent_of(file)).collect();
-        let unused = |file: &str| match extent_of(file) {
-            Some(id) => !has_unknown && !users.contains_key(&id),
+        let is_left = |file: &&String| extent_of(file).is_some_and(|id| !users.contains_key(&id));
+        let stays = match (files.iter().any(|file| is_left(&file)), unknown) {
+            (true, Some(file)) => Some(format!(
+                "{file} may be a name's file: remove it, or mend its name"
+            )),
+            (true, None) => lost_files(&*folder),
+            (false, _) => None,
+        };
+        if let Some(why) = &stays {
+            warn!(directory = %path.display(), "files of extents that no name refers to are kept: {why}, and start this server anew");
+        }
+        let unused = |file: &&String| match extent_of(file) {
+            Some(_) => stays.is_none() && !has_unknown && is_left(file),
             None => file.starts_with(UNFINISHED),
         };
-        for file in files.iter().filter(|file| unused(file)) {
+        for file in files.iter().filter(unused) {
             folder.remove(file).map_err(failed)?;
             info!(
                 file,
                 "removed a file of a publication that was not finished"
             );
         }
+        let mut sizes = HashMap::new();
+        for file in folder.list().map_err(failed)? {
+            // A file that cannot be opened is told above, if it is a name's.
+            if let Ok(bytes) = folder.open(&file).and_then(|file| file.disk_bytes()) {
+                sizes.insert(file, bytes);
+            }
+        }
         let used = extents.iter().copied().filter(|id| users.contains_key(id));
         let extents_ever = (users.keys().chain(&extents)).map(|id| id.0).max();
         let directory = path.display().to_string();
         Ok(Self {
-            durable: DurableNames::new(folder, directory, when, used.collect::<Vec<_>>()),
+            durable: DurableNames::new(folder, directory, when, used.collect::<Vec<_>>(), sizes),
             names,
             extents_ever: extents_ever.unwrap_or(0),
         })
@@ -251,26 +283,72 @@ impl DurableNames {
     /// Fills `memory` with the bytes of its extent's file. The rest stays zero.
     ///
     /// # Errors
-    /// The reason, for people.
-    pub(crate) fn load(&self, memory: &ExtentMemory) -> Result<(), String> {
+    /// [`LoadError`]
+    pub(crate) fn load(&self, memory: &ExtentMemory) -> Result<(), LoadError> {
         let name = extent_file(memory.id());
-        let load = || {
-            let file = self.folder().open(&name)?;
-            let (mut at, mut piece) = (0, Piece::new());
-            while let Some(data) = file.next_data(at)? {
-                at = data.start;
-                while at < data.end.min(memory.bytes()) {
-                    let bytes = piece.at(at, data.end.min(memory.bytes()) - at);
-                    file.read(at, bytes)?;
-                    memory.write_own(at, bytes, Instant::now() + BROUGHT)?;
-                    at += bytes.len() as u64;
-                }
-                at = data.end;
-            }
-            Ok(())
+        let says = |error| format!("reading {name} in {}: {error}", self.directory());
+        let unread = |error: io::Error| match is_shortage(&error) {
+            true => LoadError::Shortage(says(error)),
+            false => LoadError::Damage(says(error)),
         };
-        load()
-            .map_err(|error: io::Error| format!("reading {name} in {}: {error}", self.directory()))
+        let file = self.folder().open(&name).map_err(unread)?;
+        let (mut at, mut piece) = (0, Piece::new());
+        while let Some(data) = file.next_data(at).map_err(unread)? {
+            at = data.start;
+            while at < data.end.min(memory.bytes()) {
+                let bytes = piece.at(at, data.end.min(memory.bytes()) - at);
+                file.read(at, bytes).map_err(unread)?;
+                let taken = memory.write_own(at, bytes, Instant::now() + BROUGHT);
+                taken.map_err(|error| LoadError::Shortage(says(error)))?;
+                at += bytes.len() as u64;
+            }
+            at = data.end;
+        }
+        Ok(())
+    }
+}
+
+/// Reason why an extent's bytes are not in memory, for people.
+pub(crate) enum LoadError {
+    /// The file is not as it was written.
+    Damage(String),
+    /// The system lacks memory, room or descriptors. The file may be whole.
+    Shortage(String),
+}
+
+/// True if the system lacks memory or descriptors: the error says nothing about a file.
+fn is_shortage(error: &io::Error) -> bool {
+    let errno = error.raw_os_error().map(Errno::from_raw);
+    error.kind() == io::ErrorKind::OutOfMemory
+        || matches!(errno, Some(Errno::EMFILE | Errno::ENFILE))
+}
+
+fn lacking(path: &Path, reason: String) -> PersistError {
+    PersistError::Memory {
+        directory: path.to_owned(),
+        reason,
+    }
+}
+
+/// Returns the reason for which a file of `folder` may have lost its name, with advice.
+fn lost_files(folder: &dyn Folder) -> Option<String> {
+    match folder.has_lost_files() {
+        Ok(false) => None,
+        Ok(true) => Some(format!(
+            "{LOST} has files, perhaps those of names: empty it"
+        )),
+        Err(error) => Some(format!(
+            "{LOST} cannot be read ({error}), and may have files of names: let the server's user read it, or remove it"
+        )),
+    }
+}
+
+/// Returns advice for an error of the directory.
+fn advice(source: &io::Error) -> &'static str {
+    match source.kind() {
+        io::ErrorKind::NotFound | io::ErrorKind::NotADirectory => "; the directory has to exist",
+        io::ErrorKind::PermissionDenied => "; it has to belong to the server's user",
+        _ => "",
     }
 }
 
@@ -298,7 +376,7 @@ fn check_format(folder: &dyn Folder, files: &[String], path: &Path) -> Result<()
             }),
         };
     }
-    let is_known = |file: &&String| FOREIGN.contains(&file.as_str()) || **file == unfinished;
+    let is_known = |file: &&String| *file == LOST || **file == unfinished;
     if let Some(other) = files.iter().find(|file| !is_known(file)) {
         return Err(PersistError::NotNames {
             directory: path.to_owned(),
@@ -316,25 +394,32 @@ fn check_format(folder: &dyn Folder, files: &[String], path: &Path) -> Result<()
 }
 
 /// Reads a name's file. Returns the name if it is known, and the binding or what is wrong with it.
+///
+/// # Errors
+/// The system lacks memory or descriptors.
 fn read_name(
     folder: &dyn Folder,
     owner: PublicKey,
     file: &str,
-) -> (Option<String>, Result<Binding, String>) {
+) -> io::Result<(Option<String>, Result<Binding, String>)> {
     let bytes = folder
         .open(file)
         .and_then(|file| read_all(&*file, NAME_BYTES_MAX));
     let bytes = match bytes {
         Ok(bytes) => bytes,
-        Err(error) => return (None, Err(format!("the system does not read all ({error})"))),
+        Err(error) if is_shortage(&error) => return Err(error),
+        Err(error) => {
+            let reason = format!("the system does not read all ({error})");
+            return Ok((None, Err(reason)));
+        }
     };
     let (name, binding) = decode(&bytes);
     let name = name.filter(|name| name_file(owner, name) == file);
     let binding = binding.filter(|_| name.is_some());
-    (
+    Ok((
         name,
         binding.ok_or_else(|| "the checksum is wrong".to_owned()),
-    )
+    ))
 }
 
 /// Reads a file of at most `most` bytes.

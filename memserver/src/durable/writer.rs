@@ -60,6 +60,9 @@ pub(crate) struct DurableNames {
     /// Reason why nothing is written any more.
     broken: Mutex<Option<String>>,
     written_bytes: AtomicU64,
+    /// Bytes that each file takes on the disk, as of its last write: looking at all files takes as
+    /// many system calls, and each client asks for the sum every few seconds.
+    sizes: Mutex<HashMap<String, u64>>,
 }
 
 /// The right to write to an extent's file, and true if there is one. Locked from the reading of
@@ -75,12 +78,13 @@ pub(crate) struct Written {
 
 impl DurableNames {
     /// Makes the writer of `folder`, whose path for people is `directory`, and which has files of
-    /// `extents`.
+    /// `extents`. `sizes` are the bytes that its files take on the disk.
     pub(super) fn new(
         folder: Box<dyn Folder>,
         directory: String,
         when: Persistence,
         extents: impl IntoIterator<Item = ExtentId>,
+        sizes: HashMap<String, u64>,
     ) -> Self {
         let files = extents
             .into_iter()
@@ -93,6 +97,7 @@ impl DurableNames {
             has_new_files: Mutex::new(false),
             broken: Mutex::default(),
             written_bytes: AtomicU64::new(0),
+            sizes: Mutex::new(sizes),
         }
     }
 
@@ -122,10 +127,7 @@ impl DurableNames {
 
     /// Returns the bytes that the directory's files take on the disk.
     pub(crate) fn disk_bytes(&self) -> u64 {
-        let files = self.folder.list().unwrap_or_default();
-        let bytes = |file: String| self.folder.open(&file)?.disk_bytes();
-        // A file that was removed just now takes none.
-        files.into_iter().filter_map(|file| bytes(file).ok()).sum()
+        self.sizes.lock().values().sum()
     }
 
     /// Writes bytes of extents to their files, and makes them durable.
@@ -154,6 +156,7 @@ impl DurableNames {
                 }
             }
             self.settle(&name, file.sync())?;
+            self.measure(&name, &*file);
         }
         Ok(())
     }
@@ -179,6 +182,7 @@ impl DurableNames {
                 let file = self.make(&name, bytes, &mut has_file);
                 let file = file.map_err(|error| self.says("making", &name, error))?;
                 self.settle(&name, file.sync())?;
+                self.measure(&name, &*file);
             }
         }
         // 2. Entries of new files before the name that refers to them. Locked throughout, since
@@ -198,16 +202,16 @@ impl DurableNames {
         let written = file.write(0, &bytes);
         written.map_err(|error| self.says("writing", &unfinished, error))?;
         self.settle(&unfinished, file.sync())?;
-        self.settle(&whole, self.folder.rename(&unfinished, &whole))?;
+        match self.folder.rename(&unfinished, &whole) {
+            // A directory without room has not changed.
+            Err(error) if lacks_room(&error) => return Err(self.says("making", &whole, error)),
+            renamed => self.settle(&whole, renamed)?,
+        }
         self.settle("the directory", self.folder.sync())?;
+        self.measure(&whole, &*file);
         let bytes = bytes.len() as u64;
         self.written_bytes.fetch_add(bytes, Ordering::Relaxed);
         Ok(())
-    }
-
-    /// True if `file` is that of the name's binding.
-    pub(crate) fn is_file_of(&self, owner: PublicKey, name: &str, file: &str) -> bool {
-        name_file(owner, name) == file
     }
 
     /// Removes a name durably.
@@ -228,8 +232,8 @@ impl DurableNames {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {
                 return Err(self.says("removing", file, error));
             }
-            _ => {}
-        }
+            _ => self.sizes.lock().remove(file),
+        };
         self.settle("the directory", self.folder.sync())
     }
 
@@ -243,9 +247,13 @@ impl DurableNames {
             if self.files.lock().remove(&id).is_none() {
                 continue;
             }
-            if let Err(error) = self.folder.remove(&extent_file(id)) {
-                let reason = self.says("removing", &extent_file(id), error);
-                later(move || tracing::warn!("{reason}; the next start removes it"));
+            let file = extent_file(id);
+            match self.folder.remove(&file) {
+                Ok(()) => drop(self.sizes.lock().remove(&file)),
+                Err(error) => {
+                    let reason = self.says("removing", &file, error);
+                    later(move || tracing::warn!("{reason}; the next start removes it"));
+                }
             }
         }
     }
@@ -261,6 +269,13 @@ impl DurableNames {
                     "{reason}: no name is written to the disk any more until this server is started anew"
                 );
             });
+        }
+    }
+
+    /// Notes what a file takes on the disk. A file system that does not tell leaves the last figure.
+    fn measure(&self, name: &str, file: &dyn FolderFile) {
+        if let Ok(bytes) = file.disk_bytes() {
+            self.sizes.lock().insert(name.to_owned(), bytes);
         }
     }
 
@@ -301,6 +316,12 @@ impl DurableNames {
     fn says(&self, doing: &str, what: &str, error: impl Display) -> String {
         format!("{doing} {what} in {}: {error}", self.directory)
     }
+}
+
+/// True if the disk, or the quota of the server's user, is full.
+fn lacks_room(error: &io::Error) -> bool {
+    use io::ErrorKind::{QuotaExceeded, StorageFull};
+    matches!(error.kind(), StorageFull | QuotaExceeded)
 }
 
 /// Writes the first of `left` bytes at offset `at` of `memory` to its file. Returns their number.

@@ -54,6 +54,7 @@ impl Host for State {
             origin: peer.origin,
             connections: 1,
             renewed: Instant::now(),
+            in_disk: 0,
             lost: None,
             extents: HashSet::new(),
             names: HashSet::new(),
@@ -287,7 +288,19 @@ impl Host for State {
         manifest: Vec<u8>,
         extents: &[ExtentId],
     ) -> Result<Versions, Refusal> {
-        self.bind_name(session, name, manifest, extents)
+        let bound = self.bind_name(session, name, manifest, extents, false)?;
+        Ok(bound.0)
+    }
+
+    fn prepare(
+        &self,
+        session: SessionId,
+        name: &str,
+        manifest: Vec<u8>,
+        extents: &[ExtentId],
+    ) -> Result<bool, Refusal> {
+        let bound = self.bind_name(session, name, manifest, extents, true)?;
+        Ok(bound.1)
     }
 
     fn open(

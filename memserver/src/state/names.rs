@@ -25,6 +25,7 @@ use super::{
     ledger::Ledger,
     records::{Freed, NameId, NameRecord},
 };
+use crate::durable::name_file;
 
 /// The most names of one key: listing them makes others wait. The capacity bounds the names of all
 /// keys, since each takes a page.
@@ -67,6 +68,9 @@ impl Ledger {
                  under, the most that one client may: publish or close some of its regions"
             )));
         }
+        if !replace && let Some(twin) = self.damaged_twin(&id) {
+            return Err(self.is_damaged(&twin));
+        }
         let record = match self.names.entry(id.clone()) {
             Entry::Occupied(record) => record.into_mut(),
             Entry::Vacant(free) => {
@@ -106,6 +110,50 @@ impl Ledger {
                 None => Err(Refusal::Exists),
             },
         }
+    }
+
+    /// Returns the damaged name whose file `id` would have. A file that cannot be read does not tell
+    /// its name, and is listed under another one.
+    pub(super) fn damaged_twin(&self, id: &NameId) -> Option<NameId> {
+        let behind = (Excluded(NameId::new(id.owner, "")), Unbounded);
+        let its = self.names.range(behind);
+        let mut damaged = its
+            .take_while(|(other, _)| other.owner == id.owner)
+            .filter_map(|(other, record)| Some((other, record.damage.as_ref()?)))
+            .filter(|(other, _)| *other != id)
+            .peekable();
+        damaged.peek()?;
+        let file = name_file(id.owner, &id.name);
+        let twin = damaged.find(|(_, damage)| damage.file == file);
+        twin.map(|(twin, _)| twin.clone())
+    }
+
+    /// Returns the refusal of a name whose file is that of `twin`.
+    pub(super) fn is_damaged(&self, twin: &NameId) -> Refusal {
+        let reason = self.names[twin].damage.as_ref().map(|it| &*it.reason);
+        Refusal::Invalid(format!(
+            "a region of this name is damaged on the server's disk, and listed as {:?} ({}): put a copy of the file in its place and start the server anew, or remove {:?}, or replace the region",
+            twin.name,
+            reason.unwrap_or_default(),
+            twin.name
+        ))
+    }
+
+    /// Forgets a damaged name whose file is another name's now.
+    pub(super) fn forget_damaged(&mut self, id: &NameId) {
+        let record = self.forget_name(id);
+        let holder = record.and_then(|record| record.holder);
+        if let Some(session) = holder.and_then(|holder| self.sessions.get_mut(&holder)) {
+            session.names.remove(id);
+        }
+    }
+
+    /// Returns those of `extents` that no name has, neither in memory nor in its damaged files.
+    pub(super) fn unclaimed(&self, extents: &[ExtentId]) -> Vec<ExtentId> {
+        let damaged = self.names.values().filter_map(|it| it.damage.as_ref());
+        let claimed: HashSet<_> = damaged.flat_map(|damage| &damage.extents).collect();
+        let is_free = |id: &&ExtentId| !claimed.contains(id) && !self.extents.contains_key(id);
+        extents.iter().filter(is_free).copied().collect()
     }
 
     fn names_of(&self, key: PublicKey) -> usize {

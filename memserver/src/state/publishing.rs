@@ -5,16 +5,14 @@
 //! version, and all extents that it has before or afterwards are pinned. A publication that the
 //! disk refuses changes nothing.
 //!
-//! On a server that writes soon, a publication is bound in memory first, and its [`Job`] follows.
-//! The next publication of the name waits for the job: the bytes that the job reads stay as they
-//! are until then, and so do the places that the version on the disk uses.
+//! On a server that writes soon, a publication is bound in memory first, and its
+//! [job](super::jobs) follows. The next publication of the name waits for the job: the bytes that
+//! the job reads stay as they are until then, and so do the places that the version on the disk
+//! uses.
 
 use std::{
     collections::{BTreeMap, HashSet},
-    sync::{
-        Arc,
-        mpsc::{self, Receiver},
-    },
+    sync::Arc,
     time::{Duration, Instant},
 };
 
@@ -32,7 +30,7 @@ use super::{
     ledger::Ledger,
     records::{Freed, Job, NameId, NameRecord},
 };
-use crate::durable::{Binding, BoundExtent, Damage, DurableNames, Written};
+use crate::durable::{Binding, BoundExtent, Damage, DurableNames, Written, name_file};
 
 /// The longest wait for a name that is being written: less than clients wait for an answer.
 const WRITTEN: Duration = Duration::from_secs(5);
@@ -40,8 +38,6 @@ const WRITTEN: Duration = Duration::from_secs(5);
 const LATER: Duration = Duration::from_secs(1);
 /// The most bytes of one request to persist: more would take a slow disk longer than clients wait.
 const PERSIST_BYTES_MAX: u64 = 256 << 20;
-/// The most ranges that a name keeps for its next publication. Further ranges are written at once.
-const UNWRITTEN_MAX: usize = 1 << 20;
 
 impl State {
     /// Puts bytes of the session's extents on the disk, for the next publication of a name that the
@@ -57,12 +53,12 @@ impl State {
         durable.check().map_err(Refusal::Invalid)?;
         let mut ledger = self.ledger.lock();
         let id = ledger.name_of(session, name)?;
-        // 1. The last publication.
-        let until = Instant::now() + LATER;
-        while ledger.names.get(&id).is_some_and(|it| it.is_writing) {
-            if self.written.wait_until(&mut ledger, until).timed_out() {
-                return Ok(false);
-            }
+        // 1. The last publication, which others are not to write again.
+        if ledger.names.get(&id).is_some_and(|it| it.failed.is_some()) {
+            ledger.may_bind(session, &id)?;
+        }
+        if !self.settle_job(&mut ledger, &id, Instant::now() + LATER)? {
+            return Ok(false);
         }
         // 2. Everything that can be refused.
         ledger.may_bind(session, &id)?;
@@ -73,7 +69,8 @@ impl State {
         }
         let is_outside = |range: &&ExtentRange| {
             let end = range.offset.checked_add(range.bytes);
-            end.is_none_or(|end| end > ledger.extents[&range.extent].memory.bytes())
+            let bytes = ledger.extents[&range.extent].memory.bytes();
+            range.bytes == 0 || end.is_none_or(|end| end > bytes)
         };
         if let Some(range) = ranges.iter().find(is_outside) {
             return Err(Refusal::Invalid(format!(
@@ -88,20 +85,19 @@ impl State {
                 "{bytes} bytes are more than the {PERSIST_BYTES_MAX} that one request may write to the disk"
             )));
         }
-        // 3. The bytes: now, or with the publication.
-        let is_for_later = !wait && durable.when() == Persistence::Soon;
-        if let Some(record) = ledger.names.get_mut(&id).filter(|_| is_for_later)
-            && record.unwritten.len() + ranges.len() <= UNWRITTEN_MAX
-        {
-            record.unwritten.extend(ranges);
+        // 3. The bytes: now, or with the publication. What replaces damaged files is on the disk
+        //    before they are removed.
+        let record = ledger.names.get(&id);
+        let is_damaged = record.is_some_and(|it| it.damage.is_some());
+        let is_for_later = !wait
+            && durable.when() == Persistence::Soon
+            && !is_damaged
+            && ledger.damaged_twin(&id).is_none();
+        if is_for_later && ledger.keep_for_later(session, &id, ranges) {
             return Ok(true);
         }
         let bytes = ledger.written(ranges);
-        ledger.renew(session);
-        drop(ledger);
-        let written = durable.write(&bytes);
-        let mut ledger = self.ledger.lock();
-        ledger.renew(session);
+        let written = self.in_disk(&mut ledger, session, || durable.write(&bytes));
         let ids = bytes.iter().map(|it| it.memory.id());
         let gone: Vec<_> = ids.filter(|id| !ledger.extents.contains_key(id)).collect();
         drop(ledger);
@@ -109,21 +105,45 @@ impl State {
         written.map(|()| true).map_err(Refusal::Invalid)
     }
 
-    /// Binds a name to a manifest and extents of the session.
+    /// Binds a name to a manifest and extents of the session. Before another server binds the name
+    /// to the region (`is_part`), extents of the version before stay. True with the versions if
+    /// there are some that this version lacks.
     pub(super) fn bind_name(
         &self,
         session: SessionId,
         name: &str,
         manifest: Vec<u8>,
         extents: &[ExtentId],
-    ) -> Result<Versions, Refusal> {
+        is_part: bool,
+    ) -> Result<(Versions, bool), Refusal> {
         let charge = charge_of_name(manifest.len());
         self.reclaim(session, charge);
         let mut ledger = self.ledger.lock();
         // 1. Everything that can be refused, before anything changes: the old binding stays whole.
         let id = ledger.name_of(session, name)?;
         self.wait_written(&mut ledger, &id)?;
-        let extents = ledger.may_publish(session, &id, extents)?;
+        ledger.may_bind(session, &id)?;
+        if !self.settle_job(&mut ledger, &id, Instant::now() + WRITTEN)? {
+            return Err(still_written());
+        }
+        let twin = ledger.damaged_twin(&id);
+        if let Some(twin) = &twin {
+            // The holder of the name has claimed it in order to replace what is there.
+            if !ledger.names.contains_key(&id) {
+                return Err(ledger.is_damaged(twin));
+            }
+            if ledger.name(twin).is_writing {
+                return Err(Refusal::Invalid(
+                    "the damaged region of this name is being removed: try again".to_owned(),
+                ));
+            }
+        }
+        let mut extents = ledger.may_publish(session, &id, extents)?;
+        let named = extents.len();
+        if let Some(record) = ledger.names.get(&id).filter(|_| is_part) {
+            extents.extend(&record.extents);
+        }
+        let keeps_more = extents.len() > named;
         let origin = ledger.sessions[&session].origin;
         let mut is_new = false;
         if let Some(durable) = &self.durable {
@@ -155,13 +175,19 @@ impl State {
                 manifest: manifest.clone(),
                 extents: ledger.bound(&extents),
             };
-            pinned = ledger.begin_writing(&id, &extents);
             let ranges = std::mem::take(&mut ledger.name(&id).unwritten);
+            let mut used = extents.clone();
+            used.extend(ledger.present(&ranges));
+            pinned = ledger.begin_writing(&id, &used);
             if ranges.is_empty() {
+                if let Some(twin) = &twin {
+                    ledger.name(twin).is_writing = true;
+                }
                 let bind = || durable.bind(id.owner, &id.name, &binding);
-                ledger.renew(session);
-                let bound = MutexGuard::unlocked(&mut ledger, bind);
-                ledger.renew(session);
+                let bound = self.in_disk(&mut ledger, session, bind);
+                if let Some(twin) = &twin {
+                    ledger.stop_writing(twin);
+                }
                 if let Err(reason) = bound {
                     ledger.accounts.take_off(origin, charge);
                     ledger.name(&id).is_unsettled |= is_new;
@@ -173,8 +199,9 @@ impl State {
                 job = Some(Job {
                     id: id.clone(),
                     binding,
-                    bytes: ledger.written(&ranges),
+                    ranges,
                     pinned: pinned.clone(),
+                    is_retry: false,
                 });
             }
         }
@@ -182,6 +209,12 @@ impl State {
         let old = ledger.charge_of(&id);
         old.inspect(|(origin, bytes)| ledger.accounts.take_off(*origin, *bytes));
         let damage = ledger.names.get_mut(&id).and_then(|it| it.damage.take());
+        let damage = damage.map(|damage| Damage {
+            extents: ledger.unclaimed(&damage.extents),
+            ..damage
+        });
+        // The twin's file is this name's now.
+        twin.inspect(|twin| ledger.forget_damaged(twin));
         let (count, manifest) = (extents.len(), Arc::new(manifest));
         let publisher = (session, origin);
         let freed = ledger.bind(publisher, id.clone(), (version, manifest), &extents);
@@ -197,7 +230,7 @@ impl State {
         }
         let name = name.to_owned();
         later(move || debug!(%session, name, extents = count, "named region published"));
-        Ok(versions)
+        Ok((versions, keeps_more))
     }
 
     /// Forgets a name, and frees its memory except what is still read.
@@ -217,28 +250,42 @@ impl State {
         self.wait_written(&mut ledger, &id)?;
         ledger.may_remove(asker, &id)?;
         // 1. The disk: a name that is gone must not come back with the next start.
+        if let Some(durable) = &self.durable {
+            durable.check().map_err(Refusal::Invalid)?;
+        }
         let record = ledger.name(&id);
         let damage = record.damage.clone();
         if let Some(durable) = &self.durable
-            && (record.on_disk > 0 || damage.is_some())
+            && (record.on_disk > 0 || damage.is_some() || record.failed.is_some())
         {
             let pinned = ledger.begin_writing(&id, &HashSet::new());
             let unbind = || match &damage {
                 Some(damage) => durable.unbind_file(&damage.file),
                 None => durable.unbind(owner, name),
             };
-            let removed = MutexGuard::unlocked(&mut ledger, unbind);
+            let removed = match asker {
+                Asker::Session(session) => self.in_disk(&mut ledger, session, unbind),
+                Asker::Key(_) => MutexGuard::unlocked(&mut ledger, unbind),
+            };
+            if durable.check().is_err() {
+                // The name's file may be there, and may not.
+                ledger.name(&id).on_disk = 0;
+            }
             let unpinned = ledger.end_writing(&id, &pinned);
             debug_assert!(unpinned.is_empty(), "the name keeps its extents");
             self.written.notify_all();
             removed.map_err(Refusal::Invalid)?;
         }
         // 2. Memory.
-        let freed = ledger.remove(asker, &id)?;
+        let failed = ledger.name(&id).failed.take();
+        let mut freed = ledger.remove(asker, &id)?;
+        let pinned = failed.map(|failed| failed.job.pinned);
+        freed.extend(ledger.unpin(&pinned.unwrap_or_default()));
+        let damaged = damage.map(|damage| ledger.unclaimed(&damage.extents));
         drop(ledger);
         self.give_back(freed);
-        if let (Some(durable), Some(damage)) = (&self.durable, damage) {
-            durable.forget(damage.extents);
+        if let (Some(durable), Some(extents)) = (&self.durable, damaged) {
+            durable.forget(extents);
         }
         let name = name.to_owned();
         later(move || info!(%owner, name, "named region removed"));
@@ -254,74 +301,13 @@ impl State {
         let until = Instant::now() + WRITTEN;
         while ledger.names.get(id).is_some_and(|it| it.is_writing) {
             if self.written.wait_until(ledger, until).timed_out() {
-                return Err(Refusal::Invalid(
-                    "the region's last publication is still being written to the server's disk: try again later".to_owned(),
-                ));
+                return Err(still_written());
             }
         }
         Ok(())
     }
 
-    /// True if publications are written after their answer.
-    pub(crate) fn has_jobs(&self) -> bool {
-        let durable = self.durable.as_ref();
-        durable.is_some_and(|durable| durable.when() == Persistence::Soon)
-    }
-
-    /// Returns the publications that are written after their answer, for the writer's thread.
-    pub(crate) fn take_jobs(&self) -> Receiver<Job> {
-        let (jobs, left) = mpsc::channel();
-        *self.jobs.lock() = Some(jobs);
-        left
-    }
-
-    /// Lets [`write_publications`](Self::write_publications) return when all jobs are done.
-    pub(crate) fn end_jobs(&self) {
-        *self.jobs.lock() = None;
-    }
-
-    /// Writes publications until `jobs` ends.
-    pub(crate) fn write_publications(&self, jobs: &Receiver<Job>) {
-        while let Ok(job) = jobs.recv() {
-            self.write_job(job);
-        }
-    }
-
-    /// Hands `job` to the writer. Without a writer, does the job.
-    fn follow_up(&self, job: Job) {
-        let jobs = self.jobs.lock();
-        let left = match &*jobs {
-            Some(writer) => writer.send(job).err().map(|unsent| unsent.0),
-            None => Some(job),
-        };
-        drop(jobs);
-        if let Some(job) = left {
-            self.write_job(job);
-        }
-    }
-
-    fn write_job(&self, job: Job) {
-        let Job {
-            id,
-            binding,
-            bytes,
-            pinned,
-        } = job;
-        let durable = self.durable.as_ref().expect("a job is for the disk");
-        let written = durable.write(&bytes);
-        let written = written.and_then(|()| durable.bind(id.owner, &id.name, &binding));
-        // The handles would keep the next client from the memory.
-        drop(bytes);
-        let mut ledger = self.ledger.lock();
-        match written {
-            Ok(()) => ledger.name(&id).on_disk = binding.version,
-            // The next version uses places of the one on the disk.
-            Err(reason) => durable.give_up(&reason),
-        }
-        self.end_writing(ledger, &id, &pinned);
-    }
-
-    fn end_writing(
+    pub(super) fn end_writing(
         &self,
         mut ledger: MutexGuard<'_, Ledger>,
         id: &NameId,
@@ -339,7 +325,7 @@ impl State {
             return;
         };
         durable.forget(damage.extents);
-        if !durable.is_file_of(id.owner, &id.name, &damage.file)
+        if damage.file != name_file(id.owner, &id.name)
             && let Err(reason) = durable.unbind_file(&damage.file)
         {
             later(move || tracing::warn!("a damaged file stays: {reason}"));
@@ -352,9 +338,10 @@ impl State {
             (None, _) => Durability::Memory,
             (_, Some(damage)) => Durability::Damaged(damage.reason.to_string()),
             (Some(_), _) if record.on_disk == record.version => Durability::Disk,
-            (Some(durable), _) => durable
-                .broken()
-                .map_or(Durability::Soon, Durability::Failed),
+            (Some(durable), _) => {
+                let failed = record.failed.as_ref().map(|it| it.reason.clone());
+                (durable.broken().or(failed)).map_or(Durability::Soon, Durability::Failed)
+            }
         }
     }
 
@@ -363,6 +350,12 @@ impl State {
             Refusal::Invalid("this server keeps no names on a disk (--persist)".to_owned())
         })
     }
+}
+
+fn still_written() -> Refusal {
+    Refusal::Invalid(
+        "the region's last publication is still being written to the server's disk: try again later".to_owned(),
+    )
 }
 
 impl Ledger {
@@ -401,20 +394,13 @@ impl Ledger {
         Ok(distinct)
     }
 
-    /// Notes that the session's client lives: its renewals wait behind a request for the disk.
-    fn renew(&mut self, session: SessionId) {
-        if let Ok(record) = self.known(session) {
-            record.renewed = Instant::now();
-        }
-    }
-
-    fn name(&mut self, id: &NameId) -> &mut NameRecord {
+    pub(super) fn name(&mut self, id: &NameId) -> &mut NameRecord {
         let record = self.names.get_mut(id);
-        record.expect("a name that is being written stays")
+        record.expect("the caller found it, and a name that is being written stays")
     }
 
     /// Returns the memory of `ranges`, by extent.
-    fn written(&self, ranges: &[ExtentRange]) -> Vec<Written> {
+    pub(super) fn written(&self, ranges: &[ExtentRange]) -> Vec<Written> {
         let mut by_extent: BTreeMap<ExtentId, Vec<(u64, u64)>> = BTreeMap::new();
         for range in ranges {
             let ranges = by_extent.entry(range.extent).or_default();
@@ -426,6 +412,12 @@ impl Ledger {
             Some(Written { memory, ranges })
         });
         written.collect()
+    }
+
+    /// Returns the extents of `ranges` that have not been given back.
+    fn present(&self, ranges: &[ExtentRange]) -> HashSet<ExtentId> {
+        let extents = ranges.iter().map(|range| range.extent);
+        extents.filter(|id| self.extents.contains_key(id)).collect()
     }
 
     fn bound(&self, extents: &HashSet<ExtentId>) -> Vec<BoundExtent> {
@@ -454,11 +446,12 @@ impl Ledger {
 
     /// Ends [`begin_writing`](Self::begin_writing). Returns the extents that nobody needs any more.
     fn end_writing(&mut self, id: &NameId, pinned: &HashSet<ExtentId>) -> Freed {
-        let record = self.name(id);
-        record.is_writing = false;
-        if std::mem::take(&mut record.is_unsettled) {
-            self.settle(id);
-        }
+        self.stop_writing(id);
+        self.unpin(pinned)
+    }
+
+    /// Returns those of `pinned` that nobody needs any more.
+    fn unpin(&mut self, pinned: &HashSet<ExtentId>) -> Freed {
         let mut freed = Freed::new();
         for id in pinned {
             let extent = self.extents.get_mut(id).expect("pinned");

@@ -11,7 +11,7 @@ use farpage_wire::{ExtentId, ExtentRange, PublicKey, Secret, SessionId};
 use tracing::warn;
 
 use super::accounts::{charge_of, charge_of_name};
-use crate::durable::{Binding, Damage, Written};
+use crate::durable::{Binding, Damage};
 
 pub(super) struct SessionRecord {
     pub(super) client: String,
@@ -23,6 +23,9 @@ pub(super) struct SessionRecord {
     /// Control connections that have not ended: a resumed session's old one may be noticed late.
     pub(super) connections: usize,
     pub(super) renewed: Instant,
+    /// Number of the client's requests that wait for the disk. Its renewals wait behind them, so
+    /// the session does not end meanwhile.
+    pub(super) in_disk: usize,
     /// Time at which the connection closed without a goodbye, if it did.
     pub(super) lost: Option<Instant>,
     pub(super) extents: HashSet<ExtentId>,
@@ -116,6 +119,8 @@ pub(super) struct NameRecord {
     pub(super) is_unsettled: bool,
     /// Bytes that the next publication is to put on the disk.
     pub(super) unwritten: Vec<ExtentRange>,
+    /// Publication that the disk has refused.
+    pub(super) failed: Option<Failed>,
     /// Damage of the name's files. The name cannot be opened then.
     pub(super) damage: Option<Damage>,
 }
@@ -142,6 +147,7 @@ impl NameRecord {
             is_writing: false,
             is_unsettled: false,
             unwritten: Vec::new(),
+            failed: None,
             damage: None,
         }
     }
@@ -168,9 +174,18 @@ impl NameRecord {
 pub(crate) struct Job {
     pub(super) id: NameId,
     pub(super) binding: Binding,
-    pub(super) bytes: Vec<Written>,
-    /// Extents that the name has before or afterwards.
+    /// Bytes that the version on the disk does not have.
+    pub(super) ranges: Vec<ExtentRange>,
+    /// Extents of the ranges, and those that the name has before or afterwards.
     pub(super) pinned: HashSet<ExtentId>,
+    /// True if the disk has refused the job before, and a client waits to hear of it.
+    pub(super) is_retry: bool,
+}
+
+/// A job that the disk has refused, and may take later.
+pub(super) struct Failed {
+    pub(super) reason: String,
+    pub(super) job: Job,
 }
 
 /// Memory whose lease has ended. Adapters and the kernel take milliseconds to let gigabytes go, so

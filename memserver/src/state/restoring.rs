@@ -15,7 +15,7 @@ use super::{
     records::{ExtentRecord, NameId, NameRecord},
 };
 use crate::{
-    durable::{Binding, PersistError, Stored, StoredName},
+    durable::{Binding, LoadError, PersistError, Stored, StoredName},
     tier::Tenant,
 };
 
@@ -142,12 +142,16 @@ impl State {
                 })?;
                 memory = tier.adopt(&memory, Tenant::NOBODY, kept);
             }
-            if let Err(reason) = durable.load(&memory) {
-                if let Some(tier) = &self.tier {
-                    let begun = loaded.iter().map(|(id, _)| *id);
-                    begun.chain([extent.id]).for_each(|id| tier.discard(id));
+            match durable.load(&memory) {
+                Ok(()) => {}
+                Err(LoadError::Shortage(reason)) => return Err(reason),
+                Err(LoadError::Damage(reason)) => {
+                    if let Some(tier) = &self.tier {
+                        let begun = loaded.iter().map(|(id, _)| *id);
+                        begun.chain([extent.id]).for_each(|id| tier.discard(id));
+                    }
+                    return Ok(Err(reason));
                 }
-                return Ok(Err(reason));
             }
             loaded.push((extent.id, memory));
         }

@@ -1,6 +1,7 @@
 //! Tests of the books: what clients ask for, in order and out of it, and that nothing is left at
 //! the end.
 
+mod disk;
 mod lifetimes;
 mod model;
 mod persist;

@@ -283,6 +283,17 @@ pub(crate) fn answer(
             .and_then(|()| check_manifest(&manifest))
             .and_then(|()| host.publish(session, &name, manifest, &extents))
             .map(|versions| (Response::Versions(versions), Vec::new())),
+        Request::Prepare {
+            name,
+            manifest,
+            extents,
+        } => check_name(&name)
+            .and_then(|()| check_manifest(&manifest))
+            .and_then(|()| host.prepare(session, &name, manifest, &extents))
+            .map(|keeps_more| match keeps_more {
+                true => (Response::Later, Vec::new()),
+                false => done(()),
+            }),
         Request::Persist { name, ranges, wait } => check_name(&name)
             .and_then(|()| host.persist(session, &name, &ranges, wait))
             .map(|is_taken| match is_taken {

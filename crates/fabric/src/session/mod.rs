@@ -448,6 +448,30 @@ impl Session {
         }
     }
 
+    /// Publishes as [`publish`](Self::publish) does, before another server binds the name to the
+    /// region. Extents of the version before stay with the name until the next publication here.
+    /// True if there are some that this version lacks.
+    ///
+    /// # Errors
+    /// As for [`publish`](Self::publish).
+    pub fn prepare(
+        &self,
+        name: &str,
+        manifest: &[u8],
+        extents: &[ExtentId],
+    ) -> Result<bool, PublishError> {
+        let request = Request::Prepare {
+            name: name.to_owned(),
+            manifest: manifest.to_vec(),
+            extents: extents.to_vec(),
+        };
+        match self.bind("publish", name, request)? {
+            Response::Done => Ok(false),
+            Response::Later => Ok(true),
+            other => Err(self.failed(format!("publish `{name}`"), Ok(other)).into()),
+        }
+    }
+
     fn bind(&self, verb: &str, name: &str, request: Request) -> Result<Response, PublishError> {
         let (endpoint, owned) = (self.name.clone(), name.to_owned());
         match self.call(request) {

@@ -15,21 +15,27 @@ use farpage_fabric::{ControlError, ExtentRange, Persistence, Session};
 use crate::{
     PublishStoreError,
     names::check_disks,
-    place::{SlotSpan, slot_bytes},
+    place::{SlotPlace, SlotSpan, slot_bytes},
     pool::SlotPool,
 };
 
-/// Bytes of one request: a slow disk writes them well within a deadline.
-const REQUEST_BYTES: u64 = 64 << 20;
-/// Ranges of one request: a server takes 65536.
-const REQUEST_RANGES: usize = 1 << 15;
+/// Bytes of one request: a disk of 50 MB/s writes them within a second, far within a deadline.
+const REQUEST_BYTES: u64 = 16 << 20;
+/// Ranges of one request: each may be a write of its own, and a slow disk does 3000 a second.
+const REQUEST_RANGES: usize = 512;
 /// The longest wait for a publication before, which a server writes after its answer.
 const LAST_WRITTEN: Duration = Duration::from_secs(600);
 
 /// Slots that no published map refers to yet.
 pub(super) struct Additions {
     is_kept: bool,
-    slots: Vec<SlotSpan>,
+    rows: Vec<Row>,
+}
+
+/// Slots of an extent that lie in a row.
+struct Row {
+    start: SlotPlace,
+    bytes: u64,
 }
 
 impl Additions {
@@ -39,14 +45,22 @@ impl Additions {
             |(_, session): &(usize, Arc<Session>)| session.persistence() != Persistence::Never;
         Self {
             is_kept: pool.servers().iter().any(keeps),
-            slots: Vec::new(),
+            rows: Vec::new(),
         }
     }
 
     /// Adds a slot, if a disk is to have it.
     pub(super) fn add(&mut self, slot: SlotSpan) {
-        if self.is_kept {
-            self.slots.push(slot);
+        if !self.is_kept {
+            return;
+        }
+        let (place, bytes) = (slot.place, slot_bytes(slot.bytes));
+        match self.rows.last_mut() {
+            Some(row) if row.is_followed_by(place) => row.bytes += bytes,
+            _ => self.rows.push(Row {
+                start: place,
+                bytes,
+            }),
         }
     }
 
@@ -59,9 +73,9 @@ impl Additions {
             return Ok(());
         }
         let homes = pool.extents();
-        let range = |slot: &SlotSpan| {
-            let (server, extent) = homes.get(slot.place.extent as usize).copied().flatten()?;
-            let (offset, bytes) = (slot.place.offset, slot_bytes(slot.bytes));
+        let range = |row: &Row| {
+            let (server, extent) = homes.get(row.start.extent as usize).copied().flatten()?;
+            let (offset, bytes) = (row.start.offset, row.bytes);
             let range = ExtentRange {
                 extent,
                 offset,
@@ -69,7 +83,7 @@ impl Additions {
             };
             Some((server, range))
         };
-        let mut ranges: Vec<_> = self.slots.iter().filter_map(range).collect();
+        let mut ranges: Vec<_> = self.rows.iter().filter_map(range).collect();
         ranges.sort_unstable();
         // The first server has the name, and is asked in any case: it may be writing still.
         let mut sessions: BTreeMap<u8, &Arc<Session>> = BTreeMap::new();
@@ -80,7 +94,10 @@ impl Additions {
             name: name.to_owned(),
             source,
         };
-        check_disks(sessions.values().copied()).map_err(mixed)?;
+        if !check_disks(sessions.values().copied()).map_err(mixed)? {
+            // Servers that were added have disks, and nothing of the region.
+            return Ok(());
+        }
         // Each of several servers is waited for: the first must not bind the name before the others
         // have all.
         let wait = pool.servers().len() > 1;
@@ -97,15 +114,24 @@ impl Additions {
     }
 }
 
+impl Row {
+    fn is_followed_by(&self, next: SlotPlace) -> bool {
+        let Self { start, bytes } = self;
+        let end = (start.server, start.extent, start.offset + bytes);
+        end == (next.server, next.extent, next.offset)
+    }
+}
+
 /// Joins neighbours among ascending ranges, and divides all into requests: one at least, which
 /// waits for the publication before.
 fn requests(ranges: impl Iterator<Item = ExtentRange>) -> Vec<Vec<ExtentRange>> {
-    let (mut all, mut request, mut left) = (Vec::new(), Vec::new(), REQUEST_BYTES);
+    let (mut all, mut left) = (Vec::new(), REQUEST_BYTES);
+    let mut request: Vec<ExtentRange> = Vec::new();
     for mut range in ranges {
         while range.bytes > 0 {
             let bytes = range.bytes.min(left);
             match request.last_mut() {
-                Some(last) if is_followed_by(last, &range) => last.bytes += bytes,
+                Some(last) if last.is_followed_by(&range) => last.bytes += bytes,
                 _ => request.push(ExtentRange { bytes, ..range }),
             }
             (range.offset, range.bytes) = (range.offset + bytes, range.bytes - bytes);
@@ -120,10 +146,6 @@ fn requests(ranges: impl Iterator<Item = ExtentRange>) -> Vec<Vec<ExtentRange>> 
         all.push(request);
     }
     all
-}
-
-fn is_followed_by(range: &ExtentRange, next: &ExtentRange) -> bool {
-    (range.extent, range.offset + range.bytes) == (next.extent, next.offset)
 }
 
 /// Asks until the server takes the request.
@@ -173,10 +195,10 @@ mod tests {
             joined,
             [[range(1, 0, 128), range(1, 192, 64), range(2, 256, 64)]]
         );
-        let large = requests([range(1, MIB, 100 * MIB), range(1, 101 * MIB, MIB)].into_iter());
+        let large = requests([range(1, MIB, 19 * MIB), range(1, 20 * MIB, MIB)].into_iter());
         let expected = [
-            vec![range(1, MIB, 64 * MIB)],
-            vec![range(1, 65 * MIB, 37 * MIB)],
+            vec![range(1, MIB, 16 * MIB)],
+            vec![range(1, 17 * MIB, 4 * MIB)],
         ];
         assert_eq!(large, expected);
         let many = (0..REQUEST_RANGES as u64 + 1).map(|i| range(1, i * 128, 64));

@@ -1,9 +1,9 @@
 //! [`PageStore::publish`]: writes a region's page map to remote memory and binds its name to it.
 //!
-//! The rule it keeps: until the last step, the previous publication is whole; and the last step is
-//! one request to the region's first server.
+//! The rule it keeps: until the name is bound, the previous publication is whole on all servers;
+//! and the name is bound by one request to the region's first server.
 
-use farpage_fabric::{ControlError, PublishError, Versions};
+use farpage_fabric::{ControlError, PublishError, Versions, log::later};
 
 use super::{
     manifest::{Manifest, RegionManifest, VERSION, bytes_of, places_of, span_of, words_of},
@@ -191,28 +191,38 @@ impl PageStore {
             map_bytes,
             map,
         }));
-        // The first server comes last: its manifest is the publication. The others hold at least
-        // the extents that its maps need. A server that holds none is told so, too, and frees what
-        // the name kept there before.
-        let mut versions = Versions::default();
-        for (server, (_, session)) in pool.servers().iter().enumerate().rev() {
-            let manifest = if server == 0 {
-                &manifest
-            } else {
-                &Manifest::Part
-            };
-            let manifest = postcard::to_stdvec(manifest).expect("a manifest is plain data");
-            let held: Vec<_> = extents
-                .iter()
-                .flatten()
-                .filter(|(on, _)| usize::from(*on) == server)
-                .map(|(_, id)| *id)
-                .collect();
-            let failed = |source| PublishStoreError::Publish {
-                name: name.to_owned(),
-                source,
-            };
-            versions = session.publish(name, &manifest, &held).map_err(failed)?;
+        let encode = |it: &Manifest| postcard::to_stdvec(it).expect("a manifest is plain data");
+        let held = |server: usize| -> Vec<_> {
+            let extents = extents.iter().flatten();
+            let its = extents.filter(|(on, _)| usize::from(*on) == server);
+            its.map(|(_, id)| *id).collect()
+        };
+        let failed = |source| PublishStoreError::Publish {
+            name: name.to_owned(),
+            source,
+        };
+        // 1. The others hold at least the extents that the first server's maps need, of this
+        //    version and of the one before. A server that holds none is told so, too.
+        let part = encode(&Manifest::Part);
+        let mut keep_more = Vec::new();
+        for (server, (_, session)) in pool.servers().iter().enumerate().skip(1) {
+            let prepared = session.prepare(name, &part, &held(server));
+            if prepared.map_err(failed)? {
+                keep_more.push((server, session));
+            }
+        }
+        // 2. The first server's manifest is the publication.
+        let (_, first) = &pool.servers()[0];
+        let versions = first.publish(name, &encode(&manifest), &held(0));
+        let versions = versions.map_err(failed)?;
+        // 3. The others free what only the version before has.
+        for (server, session) in keep_more {
+            if let Err(error) = session.publish(name, &part, &held(server)) {
+                let (endpoint, name) = (session.endpoint().clone(), name.to_owned());
+                later(move || {
+                    tracing::warn!(%endpoint, name, %error, "memory of the version before stays until the next flush");
+                });
+            }
         }
         Ok(versions)
     }

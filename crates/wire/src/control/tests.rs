@@ -171,6 +171,14 @@ fn every_message_has_the_bytes_of_this_version() {
             },
             vec![19, 1, b'n', 1, 5, 0xac, 2, 2, 1],
         ),
+        (
+            Request::Prepare {
+                name: name.clone(),
+                manifest: manifest.clone(),
+                extents: vec![id],
+            },
+            vec![20, 1, b'n', 1, 9, 1, 5],
+        ),
     ];
     requests.into_iter().for_each(travels);
     let stat = ServerStat {

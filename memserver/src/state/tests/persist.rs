@@ -18,7 +18,7 @@ const SLOT_BYTES: u64 = 256;
 const PAGES: u64 = 24;
 
 /// Starts a server of the names in `folder`.
-fn start(folder: &CutFolder, when: Persistence) -> Result<State, PersistError> {
+pub(super) fn start(folder: &CutFolder, when: Persistence) -> Result<State, PersistError> {
     start_with(folder, when, 8 << 20)
 }
 
@@ -43,7 +43,7 @@ fn start_with(
 }
 
 /// Version of a region: the slot and the byte of each page that was written.
-type Pages = BTreeMap<u64, (ExtentId, u64, u8)>;
+pub(super) type Pages = BTreeMap<u64, (ExtentId, u64, u8)>;
 
 fn manifest_of(pages: &Pages) -> Vec<u8> {
     let pages: Vec<_> = pages.iter().collect();
@@ -51,20 +51,20 @@ fn manifest_of(pages: &Pages) -> Vec<u8> {
 }
 
 /// A program that has a name open for writing.
-struct Writer {
-    session: SessionId,
-    name: &'static str,
-    extents: Vec<Arc<ExtentMemory>>,
-    published: Pages,
+pub(super) struct Writer {
+    pub(super) session: SessionId,
+    pub(super) name: &'static str,
+    pub(super) extents: Vec<Arc<ExtentMemory>>,
+    pub(super) published: Pages,
     /// Publication that got an error: the name may be bound to it.
-    attempted: Option<Pages>,
+    pub(super) attempted: Option<Pages>,
     /// Slots of the two versions that the name may be bound to are free for new pages: wrong.
-    overwrites: bool,
+    pub(super) overwrites: bool,
 }
 
 impl Writer {
     /// Makes a region, or replaces the one of that name.
-    fn create(state: &State, name: &'static str) -> Self {
+    pub(super) fn create(state: &State, name: &'static str) -> Self {
         let session = client(state, Transport::Tcp);
         state.claim(session, name, true).unwrap();
         Self {
@@ -78,7 +78,7 @@ impl Writer {
     }
 
     /// Opens what is published.
-    fn open(state: &State, name: &'static str) -> Result<Self, Refusal> {
+    pub(super) fn open(state: &State, name: &'static str) -> Result<Self, Refusal> {
         let session = client(state, Transport::Tcp);
         let opened = state.open(session, name);
         let opened = opened.inspect_err(|_| state.close(session))?;
@@ -94,7 +94,7 @@ impl Writer {
     }
 
     /// True if all pages of the published version have their bytes.
-    fn is_whole(&self) -> bool {
+    pub(super) fn is_whole(&self) -> bool {
         self.published.values().all(|(extent, offset, byte)| {
             let mut extents = self.extents.iter();
             let memory = extents.find(|memory| memory.id() == *extent);
@@ -105,7 +105,11 @@ impl Writer {
     }
 
     /// Writes some pages to free slots. Returns the version, and the ranges that it added.
-    fn change(&mut self, state: &State, random: &mut ChaCha8Rng) -> (Pages, Vec<ExtentRange>) {
+    pub(super) fn change(
+        &mut self,
+        state: &State,
+        random: &mut ChaCha8Rng,
+    ) -> (Pages, Vec<ExtentRange>) {
         if random.random_bool(0.1) && self.extents.len() < 6 {
             let extent = state.grant(self.session, EXTENT_BYTES).unwrap();
             self.extents.push(extent);
@@ -140,10 +144,34 @@ impl Writer {
     }
 
     /// Publishes a new version, as `farpage-store` does.
-    fn publish(&mut self, state: &State, random: &mut ChaCha8Rng) -> Result<(), Refusal> {
+    pub(super) fn publish(
+        &mut self,
+        state: &State,
+        random: &mut ChaCha8Rng,
+    ) -> Result<(), Refusal> {
         let (pages, ranges) = self.change(state, random);
         let wait = random.random_bool(0.2);
-        assert!(state.persist(self.session, self.name, &ranges, wait)?);
+        self.publish_version(state, pages, &ranges, wait)
+    }
+
+    /// Publishes a new version, whose bytes a server that writes soon has not written.
+    pub(super) fn publish_soon(
+        &mut self,
+        state: &State,
+        random: &mut ChaCha8Rng,
+    ) -> Result<(), Refusal> {
+        let (pages, ranges) = self.change(state, random);
+        self.publish_version(state, pages, &ranges, false)
+    }
+
+    fn publish_version(
+        &mut self,
+        state: &State,
+        pages: Pages,
+        ranges: &[ExtentRange],
+        wait: bool,
+    ) -> Result<(), Refusal> {
+        assert!(state.persist(self.session, self.name, ranges, wait)?);
         let extents: Vec<_> = self.extents.iter().map(|memory| memory.id()).collect();
         let manifest = manifest_of(&pages);
         self.attempted = Some(pages);
@@ -219,7 +247,7 @@ impl Clients<'_> {
     }
 }
 
-fn durability(state: &State, name: &str) -> Durability {
+pub(super) fn durability(state: &State, name: &str) -> Durability {
     let names = state.names(Asker::Key(KEY), None).unwrap();
     let named = names.into_iter().find(|it| it.name == name);
     named.expect("the name is bound").durability
@@ -314,7 +342,7 @@ fn a_server_or_a_client_that_breaks_a_rule_of_the_order_loses_a_version() {
 }
 
 /// Publishes a first version of `name`, and closes the name.
-fn publish_once(state: &State, name: &'static str) -> Pages {
+pub(super) fn publish_once(state: &State, name: &'static str) -> Pages {
     let mut random = ChaCha8Rng::seed_from_u64(1);
     let mut writer = Writer::create(state, name);
     writer.publish(state, &mut random).unwrap();
@@ -369,6 +397,7 @@ fn a_publication_that_the_disk_refuses_leaves_the_one_before() {
     for (step, prefix, kind) in [
         (Step::Write, "extent-", io::ErrorKind::StorageFull),
         (Step::Write, "new-", io::ErrorKind::StorageFull),
+        (Step::Rename, "new-", io::ErrorKind::StorageFull),
     ] {
         let folder = CutFolder::default();
         let state = start(&folder, Persistence::AtOnce).unwrap();
@@ -562,7 +591,7 @@ fn bytes_are_persisted_only_by_the_holder_within_its_own_extents() {
     state.claim(ours, "a", false).unwrap();
     persist(ours, &range(0, 4096)).unwrap();
     assert_eq!(persist(other, &[]), Err(Refusal::InUse));
-    for (offset, bytes) in [(0, 4097), (4096, 1), (u64::MAX, 2)] {
+    for (offset, bytes) in [(0, 4097), (4096, 1), (u64::MAX, 2), (0, 0)] {
         persist(ours, &range(offset, bytes)).unwrap_err();
     }
     let theirs = state.grant(other, 4096).unwrap().id();
