@@ -18,13 +18,13 @@ use std::{
 };
 
 use common::{
-    Fabric, Memory, begin, builder, fabrics,
+    Memory, begin, fabrics,
     forks::{
         end, end_beside, fill, has_passed, holds_in_own_child, must_pass, start, value, wrong,
     },
 };
 use farpage::{Advice, FaultMode, RemoteArray, Runtime};
-use farpage_testkit::{KIB, MIB, Relay, Rng, seed, wait_until};
+use farpage_testkit::{KIB, MIB, Rng, seed, wait_until};
 use nix::{
     sys::{
         signal::{Signal, kill},
@@ -474,33 +474,6 @@ fn a_child_keeps_what_it_has_changed_if_the_server_is_full() {
         must_pass(child);
         assert_eq!(wrong(&array, 1), 0);
     });
-}
-
-/// The child's first changed page asks the server for memory, which cannot be reached just then.
-#[test]
-fn a_child_keeps_to_its_share_after_a_moment_without_the_server() {
-    let Some(_watchdog) = begin(120) else { return };
-    let memory = Memory::start(Fabric::Tcp, 1024 * MIB);
-    let relay = Relay::to(&memory.url);
-    let runtime = builder(BUDGET, PAGE).server(&relay.url).build().unwrap();
-    let mut array = runtime.array(BYTES / 8).unwrap();
-    // Pages that were never written need no server when the child touches them.
-    let (at, addresses) = (array.as_mut_ptr(), addresses(&array));
-    relay.refuse(true);
-    relay.cut();
-    let before = relay.accepted();
-    let child = start(|| {
-        fill(own(at), 3);
-        i32::from(wrong(own(at), 3) > 0)
-    });
-    wait_until("the relay has refused twice", || {
-        relay.accepted() > before + 1
-    });
-    let grown = || resident(child, &addresses) > GROWN - SLACK;
-    wait_until("the child has grown", grown);
-    relay.refuse(false);
-    let most = must_pass_within(child, &addresses);
-    assert!(most <= GROWN + SLACK, "{most} bytes");
 }
 
 extern "C" fn nothing(_: libc::c_int) {}

@@ -117,11 +117,6 @@ impl Drop for Cluster {
 }
 
 impl Cluster {
-    /// Returns [`ClusterOptions::deadline`].
-    pub fn deadline(&self) -> Duration {
-        self.deadline
-    }
-
     /// Makes a cluster of up to 256 `sessions`. Regions with stores of their own need none.
     ///
     /// # Panics

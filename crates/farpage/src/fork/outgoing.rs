@@ -72,8 +72,6 @@ pub(super) struct Outgoing {
     /// Changed pages that are not written yet: true if a thread of the child waits for the page.
     leaving: HashMap<usize, bool>,
     leaving_bytes: usize,
-    /// Time of the first of the latest WRITEs that all failed for want of a server.
-    unreached_since: Option<Instant>,
     /// Parts of pages that are to be put back as they are.
     pub(super) back: Vec<(usize, Vec<u8>)>,
     rests_until: Option<Instant>,
@@ -214,27 +212,6 @@ impl Outgoing {
         self.leaving.insert(address, false);
         self.leaving_bytes += bytes.len();
         self.to_write.push_back((address, bytes));
-    }
-
-    /// Takes changed bytes again whose WRITE has failed for want of a server. Returns the bytes if
-    /// all WRITEs have failed for as long as `deadline`.
-    pub(super) fn write_again(
-        &mut self,
-        address: usize,
-        bytes: Vec<u8>,
-        deadline: Duration,
-    ) -> Option<Vec<u8>> {
-        let since = *self.unreached_since.get_or_insert_with(Instant::now);
-        if since.elapsed() >= deadline {
-            return Some(bytes);
-        }
-        self.to_write.push_front((address, bytes));
-        None
-    }
-
-    /// Notes that a WRITE has reached its server.
-    pub(super) fn has_reached(&mut self) {
-        self.unreached_since = None;
     }
 
     /// Notes that the WRITE of a page has ended. Returns true if a thread waits for the page.

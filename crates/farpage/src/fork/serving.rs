@@ -515,27 +515,13 @@ impl Serving {
     }
 
     /// Takes note of the end of the WRITE of changed bytes.
-    fn has_written(
-        &mut self,
-        key: u64,
-        address: usize,
-        mut bytes: Vec<u8>,
-        error: Option<StoreError>,
-    ) {
+    fn has_written(&mut self, key: u64, address: usize, bytes: Vec<u8>, error: Option<StoreError>) {
         let Some(child) = self.children.get_mut(&key) else {
             return;
         };
-        if error.as_ref().is_some_and(StoreError::is_lost_server) {
-            let deadline = self.cluster.deadline();
-            match child.outgoing.write_again(address, bytes, deadline) {
-                Some(rest) => bytes = rest,
-                None => return,
-            }
-        }
         let is_wanted = child.outgoing.has_left(address, bytes.len());
         let is_only_copy = match error {
             None => {
-                child.outgoing.has_reached();
                 let image = child.view.image.clone();
                 let region = image.region(address).expect("pages are in regions");
                 child.view.stored.insert(region, address);
