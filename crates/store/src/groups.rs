@@ -344,6 +344,13 @@ impl GroupTable {
         let mut marked = 0;
         let is_other = |other: &Member| other.server != server && fine(other.server);
         for index in 0..groups.by_index.len() {
+            let is_there = |group: &ExtentGroup| {
+                let mut members = group.members().map(|(_, member)| member);
+                members.any(|it| it.server == server && it.state != MemberState::Dead)
+            };
+            if !groups.by_index[index].as_ref().is_some_and(is_there) {
+                continue;
+            }
             let others = groups.by_index[index].is_some_and(|group| {
                 let is_decodable = |view: SetView| view.sources(0, is_other).is_some();
                 let has_copy = group.good().any(|(_, other)| is_other(&other));

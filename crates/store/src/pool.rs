@@ -12,6 +12,7 @@ mod grants;
 mod leaving;
 mod sets;
 mod spares;
+mod wish;
 
 use std::{
     sync::{
@@ -24,7 +25,7 @@ use std::{
 use farpage_fabric::{AllocError, ExtentId, Session, log::later, regmem::RegPool};
 use farpage_signals::Mutex;
 
-use self::spares::SpareExtent;
+use self::{spares::SpareExtent, wish::RoomWish};
 use crate::{
     Redundancy,
     groups::{Contents, ExtentGroup, GroupTable},
@@ -64,8 +65,8 @@ pub(crate) struct SlotPool {
     damaged_on: AtomicU32,
     /// Number of sealed groups: their room comes back.
     sealed: AtomicU32,
-    /// Time since when a write waits for room that a set may have.
-    room_awaited: Mutex<Option<Instant>>,
+    /// Wish of writes for room that a set may have.
+    room_awaited: Mutex<Option<RoomWish>>,
     /// Extents that stay granted when copies go back, so that sets can be opened.
     spares: Mutex<Vec<SpareExtent>>,
     /// Number of times that copies differed when a set was to be made.

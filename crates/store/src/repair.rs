@@ -251,9 +251,12 @@ impl Repairer {
         pools.iter().for_each(tell_of_damage);
         pools.iter().for_each(|pool| pool.release_owed());
         let any_silent = self.look_at_servers(cluster, &pools);
+        let is_tended = self.sets.tend(cluster, &pools);
         let turn = self.repair_one(cluster, &pools);
         let turn = match turn {
-            RepairTurn::Idle | RepairTurn::NoRoom if self.sets.turn(cluster, &pools) => {
+            RepairTurn::Idle | RepairTurn::NoRoom
+                if is_tended || self.sets.make(cluster, &pools) =>
+            {
                 RepairTurn::Repaired
             }
             turn => turn,
@@ -394,6 +397,7 @@ impl Repairer {
                 turn = RepairTurn::Waits;
                 continue;
             }
+            self.sets.let_go(&it.pool, it.index);
             let group = match sealed.take() {
                 Some(sealed) if sealed.fits() => Ok(sealed),
                 unfit => {

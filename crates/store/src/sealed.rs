@@ -73,7 +73,7 @@ impl CopyPlan {
         dead_after: Duration,
     ) -> Result<Self, Repair> {
         let group = pool.groups.get(index).ok_or(Repair::Done)?;
-        let (at, lost) = to_replace(pool, &group).ok_or(Repair::Done)?;
+        let (mut at, mut lost) = to_replace(pool, &group).ok_or(Repair::Done)?;
         let mut good = group.good();
         let has_copy = good.any(|(_, member)| pool.is_usable(member.server));
         if !has_copy && pool.sources(index).is_none() {
@@ -83,7 +83,16 @@ impl CopyPlan {
         if stale.is_some_and(|stale| !pool.is_usable(stale.server)) {
             return Err(Repair::Silent);
         }
-        let target = match new_extent(pool, index, &group, lost, refusals, dead_after) {
+        let opens = is_opening(pool, &group);
+        let may_share = opens && at > 0;
+        let mut target = new_extent(pool, index, &group, (at, may_share), refusals, dead_after);
+        if opens && group.is_under_protected() && matches!(target, Err(NoExtent::Full(_))) {
+            // The home comes last. Then the group has all its copies without it.
+            at = first_lacking(&group, 1).unwrap_or(0);
+            lost = group.member(at);
+            target = new_extent(pool, index, &group, (at, true), refusals, dead_after);
+        }
+        let target = match target {
             Ok(target) => Some(target),
             Err(NoExtent::Failed(error)) => return Err(Repair::Failed(error)),
             Err(_)
@@ -150,9 +159,12 @@ impl SealedGroup {
         } = self.plan;
         let group = self.pool.groups.get(self.index);
         let group = group.filter(|group| group.has_extents_of(&self.plan.group));
-        let found = (group.as_ref()).and_then(|group| to_replace(&self.pool, group));
-        let is_there = found.is_some_and(|(now, _)| now == at)
-            && group.is_some_and(|group| group.member(at) == lost);
+        let is_wanted = |group: &ExtentGroup| {
+            let found = to_replace(&self.pool, group).map(|(now, _)| now);
+            let instead = is_opening(&self.pool, group).then(|| first_lacking(group, 1));
+            found == Some(at) || found == Some(0) && instead.flatten() == Some(at)
+        };
+        let is_there = group.is_some_and(|group| is_wanted(&group) && group.member(at) == lost);
         is_there && target.is_none_or(|(server, _)| self.pool.may_grant(server))
     }
 
@@ -264,16 +276,36 @@ impl SealedGroup {
 /// Finds the first copy that a group lacks, or else that is to leave its server: the copy's
 /// position, and the member that is to be replaced.
 fn to_replace(pool: &SlotPool, group: &ExtentGroup) -> Option<(u8, Option<Member>)> {
-    let is_lacking =
-        |member: &Option<Member>| member.is_none_or(|member| member.state != MemberState::Good);
     let leaves = |member: &Option<Member>| member.is_some_and(|it| pool.is_leaving(it.server));
-    let lacking = group.positions().find(|(_, member)| is_lacking(member));
-    lacking.or_else(|| group.positions().find(|(_, member)| leaves(member)))
+    let leaving = || group.positions().find(|(_, member)| leaves(member));
+    let lacking = first_lacking(group, 0).map(|at| (at, group.member(at)));
+    lacking.or_else(leaving)
 }
 
-/// Asks servers for the extent of a new member: first that of the lost one, if it answers, then
-/// those that have no copy of the group, and no other extent of its parity set. A server that
-/// refused as much in this turn is not asked.
+/// Finds the first position from `from` on without a Good member.
+fn first_lacking(group: &ExtentGroup, from: u8) -> Option<u8> {
+    let is_good = |member: Option<Member>| member.is_some_and(|it| it.state == MemberState::Good);
+    let mut positions = group.positions().skip(usize::from(from));
+    let (at, _) = positions.find(|(_, member)| !is_good(*member))?;
+    Some(at)
+}
+
+/// True if a group is a column whose set is being opened.
+fn is_opening(pool: &SlotPool, group: &ExtentGroup) -> bool {
+    let set = group.column.and_then(|column| {
+        let set = pool.groups.set(column.set)?;
+        (column.at < set.code.data).then_some(set)
+    });
+    set.is_some_and(|set| set.is_opening)
+}
+
+/// Asks servers for the extent of a new member at a position: first that of the lost one, if it
+/// answers, then those that have no copy of the group, and no other extent of its parity set. A
+/// server that refused as much in this turn is not asked.
+///
+/// An extent that `may_share` is taken where the set's other extents are, too: a copy of a column
+/// whose set is being opened, since the set does not need it; and a lost home there, once the group
+/// has all its copies without it.
 ///
 /// # Errors
 /// [`NoExtent`]. A server is passed over as silent if that has been so for less than `dead_after`.
@@ -281,18 +313,16 @@ fn new_extent(
     pool: &SlotPool,
     index: u32,
     group: &ExtentGroup,
-    lost: Option<Member>,
+    (at, may_share): (u8, bool),
     refusals: &mut Refusals,
     dead_after: Duration,
 ) -> Result<(u8, ExtentId), NoExtent> {
     let servers = pool.servers().len() as u32;
-    let before = lost.map(|lost| lost.server);
+    let before = group.member(at).map(|lost| lost.server);
     let view = pool.groups.set_of(index);
-    // Copies of a set that is dissolved may be where its other extents are, first on the servers
-    // behind the home: there is room that was kept for them.
-    let opens = view.is_some_and(|view| view.set.is_opening) && !group.is_under_protected();
+    // First the servers behind the home: there is room that was kept for copies.
     let first = match group.member(0) {
-        Some(home) if opens => u32::from(home.server) + 1,
+        Some(home) if may_share => u32::from(home.server) + 1,
         _ => index,
     };
     let others = (0..servers).map(|i| ((first + i) % servers) as u8);
@@ -300,7 +330,8 @@ fn new_extent(
         let is_elsewhere = |member: Member| !pool.is_same(member.server, *server);
         let mut members = group.members().map(|(_, member)| member);
         let mut others = view.iter().flat_map(SetView::others);
-        Some(*server) == before || members.all(is_elsewhere) && (opens || others.all(is_elsewhere))
+        Some(*server) == before
+            || members.all(is_elsewhere) && (may_share || others.all(is_elsewhere))
     };
     let (mut refusal, mut any_silent) = (None, false);
     let mut note = |error| {
@@ -316,7 +347,7 @@ fn new_extent(
         }
         let port = pool.port(server);
         if let Some((_, error)) = (refusals.get(&port)).filter(|(least, _)| *least <= group.bytes) {
-            if opens && let Some(id) = pool.take_spare(server, group.bytes) {
+            if may_share && let Some(id) = pool.take_spare(server, group.bytes) {
                 return Ok((server, id));
             }
             note(error.clone());
@@ -326,7 +357,7 @@ fn new_extent(
             Ok(extent) if extent.bytes >= group.bytes => return Ok((server, extent.id)),
             Ok(extent) => pool.drop_copy(server, extent.id),
             Err(error) => {
-                if opens && let Some(id) = pool.take_spare(server, group.bytes) {
+                if may_share && let Some(id) = pool.take_spare(server, group.bytes) {
                     return Ok((server, id));
                 }
                 refusals.insert(port, (group.bytes, error.clone()));

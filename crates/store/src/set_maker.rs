@@ -9,9 +9,11 @@
 //!    holes: a bit that has flipped in one is found, since the others differ. Such groups get no
 //!    parity; fills find out by the pages' hashes which copy is wrong, and repairs replace it.
 //! 4. Parity is computed from the copies that stay, whole, with the bytes in their holes; written,
-//!    read back, and compared.
-//! 5. One step under the table's lock makes the set, if no copy was lost or replaced since step 1.
-//!    Only then the other copies go back.
+//!    read back, and compared. Then all of the set is read again and compared: a hole or a parity
+//!    that is read differently each time would make a page wrong that is decoded with it.
+//! 5. One step under the table's lock makes the set, if no copy was lost or replaced since step 1,
+//!    the groups are still sealed, and all of the set's servers answer. Only then the other copies
+//!    go back.
 //!
 //! Slots that go out of use in a set are not written again. When a write finds no room, a set is
 //! *opened*: the parity is computed once more and compared, repairs make the copies anew, the
@@ -41,6 +43,12 @@ const HOLES_PART: u64 = 4;
 /// Time for which a set that no server has room to open stays as it is.
 const REFUSED_PAUSE: Duration = Duration::from_secs(1);
 
+/// Time for which groups are kept out of use until writes to them have ended.
+const SEALED_MAX: Duration = Duration::from_millis(100);
+
+/// Interval at which servers are asked for extents that openings of sets need and that are missing.
+const SPARES_EVERY: Duration = Duration::from_secs(1);
+
 /// State of the making of sets between two turns.
 #[derive(Default)]
 pub(crate) struct SetMaker {
@@ -53,10 +61,18 @@ pub(crate) struct SetMaker {
     sealed: Option<SealedSet>,
     /// Servers from which parity came back damaged, with the address of the pool: they come last.
     distrusted: HashSet<(usize, u8)>,
-    /// Time when servers last had no room to open a set.
-    refused: Option<Instant>,
+    /// Time when servers last had no room to open a set of a pool, by the pool's address, and the
+    /// set's number.
+    refused: HashMap<usize, (Instant, u32)>,
+    /// Time when servers were last asked for missing spare extents.
+    asked: Option<Instant>,
     /// True once a lack of servers was reported.
     told_few: bool,
+}
+
+/// Returns the number by which a pool is known here.
+fn address_of(pool: &Arc<SlotPool>) -> usize {
+    Arc::as_ptr(pool).addr()
 }
 
 /// Groups that are to become a set.
@@ -67,6 +83,8 @@ struct SealedSet {
     columns: Vec<(u32, ExtentGroup, u8)>,
     /// Servers and extents for the parity.
     parity: Vec<(u8, ExtentId)>,
+    /// Time since when the groups are sealed.
+    since: Instant,
 }
 
 /// Reason why a set is not made.
@@ -86,28 +104,71 @@ impl From<(u8, MoveError)> for Unmade {
 }
 
 impl SetMaker {
-    /// Takes one step: ends, opens or makes a set. True if there may be more to do at once.
-    pub(crate) fn turn(&mut self, cluster: &Cluster, pools: &[Arc<SlotPool>]) -> bool {
-        if let Some(sealed) = self.sealed.take() {
-            return self.finish(cluster, sealed);
+    /// Ends and opens sets, and gives back what is of no use. Comes before the repairs of each
+    /// turn, however long these go on. True if there may be more to do at once.
+    pub(crate) fn tend(&mut self, cluster: &Cluster, pools: &[Arc<SlotPool>]) -> bool {
+        if let Some(sealed) = &self.sealed
+            && (sealed.pool.is_room_awaited() || sealed.since.elapsed() >= SEALED_MAX)
+        {
+            self.give_up();
         }
         self.look(pools);
+        let asks = self.asked.is_none_or(|it| it.elapsed() >= SPARES_EVERY);
+        if asks {
+            self.asked = Some(Instant::now());
+        }
+        let mut any_done = false;
         for pool in pools.iter().filter(|pool| pool.code().is_some()) {
             pool.release_unused_sets();
             pool.release_useless_spares();
-            if self.end_opening(pool) || self.open(cluster, pool) || self.make(cluster, pool) {
-                return true;
+            if asks {
+                pool.ask_for_spares();
+            }
+            any_done |= self.end_opening(pool) || self.open(cluster, pool);
+        }
+        any_done
+    }
+
+    /// Makes a set, or seals groups for one. True if there may be more to do at once.
+    pub(crate) fn make(&mut self, cluster: &Cluster, pools: &[Arc<SlotPool>]) -> bool {
+        if let Some(sealed) = self.sealed.take() {
+            return self.finish(cluster, sealed);
+        }
+        let mut coded = pools.iter().filter(|pool| pool.code().is_some());
+        coded.any(|pool| self.make_in(cluster, pool))
+    }
+
+    /// Gives the sealed groups up, if that of a pool is one of them: it is to be repaired.
+    pub(crate) fn let_go(&mut self, pool: &Arc<SlotPool>, index: u32) {
+        let is_one = |sealed: &SealedSet| {
+            let mut columns = sealed.columns.iter();
+            Arc::ptr_eq(&sealed.pool, pool) && columns.any(|(column, ..)| *column == index)
+        };
+        if self.sealed.as_ref().is_some_and(is_one) {
+            self.give_up();
+        }
+    }
+
+    /// Gives the sealed groups up. They have to cool down again.
+    fn give_up(&mut self) {
+        let Some(sealed) = self.sealed.take() else {
+            return;
+        };
+        sealed.give_up(usize::MAX);
+        for (index, ..) in &sealed.columns {
+            if let Some((_, since)) = self.quiet.get_mut(&(address_of(&sealed.pool), *index)) {
+                *since = Instant::now();
             }
         }
-        false
     }
 
     /// Notes that no server has room for a copy of a group whose set is to be dissolved.
-    pub(crate) fn refuse(&mut self, pool: &SlotPool, index: u32) {
-        self.refused = Some(Instant::now());
+    pub(crate) fn refuse(&mut self, pool: &Arc<SlotPool>, index: u32) {
         let column = pool.groups.get(index).and_then(|group| group.column);
         if let Some((number, set)) = column.and_then(|it| Some((it.set, pool.groups.set(it.set)?)))
         {
+            let refused = (Instant::now(), number);
+            self.refused.insert(address_of(pool), refused);
             pool.keep_set(number, &set);
         }
     }
@@ -121,7 +182,7 @@ impl SetMaker {
                 let Some(used) = pool.use_of(index).filter(|_| group.is_some()) else {
                     continue;
                 };
-                let key = (Arc::as_ptr(pool).addr(), index);
+                let key = (address_of(pool), index);
                 let same = before
                     .get(&key)
                     .filter(|(count, _)| *count == used.allocated);
@@ -130,6 +191,8 @@ impl SetMaker {
             }
         }
         self.differing.retain(|key, _| self.quiet.contains_key(key));
+        let is_there = |address: usize| pools.iter().any(|pool| address_of(pool) == address);
+        self.refused.retain(|address, _| is_there(*address));
     }
 
     fn end_opening(&self, pool: &SlotPool) -> bool {
@@ -140,19 +203,21 @@ impl SetMaker {
 
     /// Opens the set with the most room, if a write waits for room.
     fn open(&mut self, cluster: &Cluster, pool: &Arc<SlotPool>) -> bool {
-        if self.is_refused() || !pool.is_room_awaited() {
+        if self.is_refused(pool) || !pool.is_room_awaited() {
             return false;
         }
         let mut sets = pool.groups.sets();
         if sets.iter().any(|(_, set)| set.is_opening) {
             return false;
         }
-        let key = |set: &ParitySet| (Arc::as_ptr(pool).addr(), set.columns()[0]);
+        let key = |set: &ParitySet| (address_of(pool), set.columns()[0]);
         let changes = |set: &ParitySet| pool.groups.get(set.columns()[0]).map(|it| it.changes);
         sets.retain(|(_, set)| self.differing.get(&key(set)).copied() != changes(set));
-        sets.sort_by_cached_key(|(_, set)| pool.live_bytes(set));
+        // One that no server had room for comes last.
+        let refused = self.refused.get(&address_of(pool)).map(|it| it.1);
+        sets.sort_by_cached_key(|(number, set)| (refused == Some(*number), pool.live_bytes(set)));
         for (number, set) in sets {
-            match verify(pool, cluster, &set) {
+            match verify_set(pool, cluster, &set) {
                 Ok(()) => return pool.open_set(number),
                 Err(Unmade::Differs(index, servers)) => self.note_difference(pool, index, &servers),
                 Err(_) => {}
@@ -161,13 +226,14 @@ impl SetMaker {
         false
     }
 
-    /// True if servers had no room to open a set a moment ago.
-    fn is_refused(&self) -> bool {
-        (self.refused).is_some_and(|refused| refused.elapsed() < REFUSED_PAUSE)
+    /// True if servers had no room to open a set of the pool a moment ago.
+    fn is_refused(&self, pool: &Arc<SlotPool>) -> bool {
+        let refused = self.refused.get(&address_of(pool));
+        refused.is_some_and(|(at, _)| at.elapsed() < REFUSED_PAUSE)
     }
 
-    /// Seals groups that are to become a set, if there are some.
-    fn make(&mut self, cluster: &Cluster, pool: &Arc<SlotPool>) -> bool {
+    /// Seals groups of a pool that are to become a set, if there are some.
+    fn make_in(&mut self, cluster: &Cluster, pool: &Arc<SlotPool>) -> bool {
         let Some(code) = pool.code() else {
             return false;
         };
@@ -183,7 +249,7 @@ impl SetMaker {
         }
         self.told_few = false;
         // Parity goes where this pool has the least.
-        let pool_at = Arc::as_ptr(pool).addr();
+        let pool_at = address_of(pool);
         servers.sort_by_key(|&server| {
             let is_distrusted = self.distrusted.contains(&(pool_at, server));
             (is_distrusted, pool.copied_bytes_on(server))
@@ -212,10 +278,10 @@ impl SetMaker {
         let mut cool: Vec<(u32, ExtentGroup)> = groups
             .filter_map(|(index, group)| Some((index, group.filter(is_whole)?)))
             .filter(|(index, group)| {
-                let key = (Arc::as_ptr(pool).addr(), *index);
+                let key = (address_of(pool), *index);
                 let quiet = self.quiet.get(&key);
                 // Where servers are full, what goes back now opens another set.
-                let cool_after = match self.is_refused() {
+                let cool_after = match self.is_refused(pool) {
                     true => Duration::ZERO,
                     false => cluster.seal_after,
                 };
@@ -255,7 +321,7 @@ impl SetMaker {
         match made {
             Ok(()) => {
                 // What went back is room for the opening of another.
-                self.refused = None;
+                self.refused.remove(&address_of(&sealed.pool));
                 true
             }
             Err(Unmade::Later) => false,
@@ -264,7 +330,7 @@ impl SetMaker {
                 true
             }
             Err(Unmade::Damaged(server)) => {
-                let key = (Arc::as_ptr(&sealed.pool).addr(), server);
+                let key = (address_of(&sealed.pool), server);
                 let is_news = self.distrusted.insert(key);
                 if is_news {
                     let endpoint = sealed.pool.endpoint(server);
@@ -284,7 +350,7 @@ impl SetMaker {
     /// Notes that a server has damaged bytes of a group, or of the group's set, and logs that once.
     fn note_difference(&mut self, pool: &Arc<SlotPool>, index: u32, servers: &[u8]) {
         let changes = pool.groups.get(index).map_or(0, |group| group.changes);
-        let key = (Arc::as_ptr(pool).addr(), index);
+        let key = (address_of(pool), index);
         if self.differing.insert(key, changes).is_some() {
             return;
         }
@@ -349,6 +415,7 @@ impl SealedSet {
                 code,
                 columns,
                 parity,
+                since: Instant::now(),
             };
             if !is_there {
                 chosen.drop_parity();
@@ -364,9 +431,8 @@ impl SealedSet {
     }
 
     fn drop_parity(&self) {
-        let bytes = self.columns[0].1.bytes;
         for &(server, id) in &self.parity {
-            self.pool.renew_spare(server, id, bytes);
+            self.pool.renew_spare(server, id, self.bytes());
         }
     }
 
@@ -387,19 +453,65 @@ impl SealedSet {
 
     /// Makes the set of settled groups.
     fn make(&self, cluster: &Cluster) -> Result<(), Unmade> {
+        let before = self.allocated();
         self.compute(cluster)?;
-        let is_made = (self.pool).make_set(self.code, &self.columns, &self.parity);
+        let (columns, parity) = (self.homes(), self.parity.as_slice());
+        let is_right = are_consistent(
+            &self.pool,
+            cluster,
+            self.code,
+            &columns,
+            parity,
+            self.bytes(),
+        )?;
+        if !is_right {
+            let servers = columns.iter().chain(parity).map(|it| it.0);
+            return Err(Unmade::Differs(self.columns[0].0, servers.collect()));
+        }
+        // A server may have failed meanwhile: its part of the set would be missing from the start.
+        let mut extents = columns.iter().chain(parity);
+        let are_there = extents.all(|(server, _)| self.pool.is_usable(*server));
+        let now = self.allocated();
+        let are_sealed = now == before && now.iter().all(Option::is_some);
+        let is_made =
+            are_there && are_sealed && (self.pool).make_set(self.code, &self.columns, &self.parity);
         is_made.then_some(()).ok_or(Unmade::Later)
+    }
+
+    /// Returns the number of slots that were ever allocated in each group. `None` for one that is
+    /// not sealed and at rest.
+    fn allocated(&self) -> Vec<Option<u32>> {
+        let allocated = |index| {
+            let used = self.pool.use_of(index)?;
+            (used.is_sealed && used.is_settled).then_some(used.allocated)
+        };
+        let columns = self.columns.iter();
+        columns.map(|(index, ..)| allocated(*index)).collect()
+    }
+
+    /// Returns server and extent of each member that stays.
+    fn homes(&self) -> Vec<(u8, ExtentId)> {
+        let homes = self.columns.iter().map(|(_, group, home)| {
+            let home = group.member(*home);
+            let home = home.expect("a whole group has all members");
+            (home.server, home.id)
+        });
+        homes.collect()
+    }
+
+    /// Returns the length of each extent.
+    fn bytes(&self) -> u64 {
+        self.columns[0].1.bytes
     }
 
     /// Compares the copies, and writes the parity and reads it back.
     fn compute(&self, cluster: &Cluster) -> Result<(), Unmade> {
         let mut mover = Mover::new(&self.pool);
-        let mut pace = Pace::new(cluster.repair_rate);
+        let mut pace = pace_of(&self.pool, cluster);
         let used: Vec<_> = (self.columns.iter())
             .map(|(index, ..)| self.pool.pieces_at_rest(*index).ok_or(Unmade::Later))
             .collect::<Result<_, _>>()?;
-        for (offset, len) in pieces_of(self.columns[0].1.bytes) {
+        for (offset, len) in pieces_of(self.bytes()) {
             let mut sums = Vec::new();
             for (server, _) in &self.parity {
                 let mut sum = mover.buffer(len).map_err(|error| (*server, error))?;
@@ -438,30 +550,53 @@ impl SealedSet {
     }
 }
 
+/// Returns the pace at which sets are read: none while a write waits for room.
+fn pace_of(pool: &SlotPool, cluster: &Cluster) -> Pace {
+    Pace::new(cluster.repair_rate.filter(|_| !pool.is_room_awaited()))
+}
+
 /// Compares the parity of a set with that of its columns.
-fn verify(pool: &SlotPool, cluster: &Cluster, set: &ParitySet) -> Result<(), Unmade> {
+fn verify_set(pool: &SlotPool, cluster: &Cluster, set: &ParitySet) -> Result<(), Unmade> {
     let first = set.columns()[0];
     let view = pool.groups.set_of(first).ok_or(Unmade::Later)?;
-    let homes: Vec<Member> = (view.homes())
+    let homes: Vec<(u8, ExtentId)> = (view.homes())
         .filter(|it| it.state == MemberState::Good && pool.is_usable(it.server))
+        .map(|it| (it.server, it.id))
         .collect();
     let group = pool.groups.get(first).ok_or(Unmade::Later)?;
     if homes.len() < set.code.extents() {
         return Err(Unmade::Later);
     }
     let (columns, parity) = homes.split_at(usize::from(set.code.data));
-    let (mut mover, extent) = (Mover::new(pool), |it: &Member| (it.server, it.id));
-    let rate = cluster.repair_rate.filter(|_| !pool.is_room_awaited());
-    let mut pace = Pace::new(rate);
-    for (offset, len) in pieces_of(group.bytes) {
-        let mut sums = Vec::new();
-        for member in parity {
-            sums.push(mover.read_piece(extent(member), offset, len)?);
+    match are_consistent(pool, cluster, set.code, columns, parity, group.bytes)? {
+        true => Ok(()),
+        false => {
+            let servers = homes.iter().map(|it| it.0).collect();
+            Err(Unmade::Differs(first, servers))
         }
-        for (number, column) in (0..).zip(columns) {
-            let bytes = mover.read_piece(extent(column), offset, len)?;
-            for (at, sum) in (set.code.data..).zip(&mut sums) {
-                let coefficient = set.code.coefficient(at, number);
+    }
+}
+
+/// True if `parity` extents of `bytes` bytes are those of `columns`, holes included.
+fn are_consistent(
+    pool: &SlotPool,
+    cluster: &Cluster,
+    code: ParityCode,
+    columns: &[(u8, ExtentId)],
+    parity: &[(u8, ExtentId)],
+    bytes: u64,
+) -> Result<bool, Unmade> {
+    let mut mover = Mover::new(pool);
+    let mut pace = pace_of(pool, cluster);
+    for (offset, len) in pieces_of(bytes) {
+        let mut sums = Vec::new();
+        for &extent in parity {
+            sums.push(mover.read_piece(extent, offset, len)?);
+        }
+        for (number, &column) in (0..).zip(columns) {
+            let bytes = mover.read_piece(column, offset, len)?;
+            for (at, sum) in (code.data..).zip(&mut sums) {
+                let coefficient = code.coefficient(at, number);
                 add_product(sum.as_mut(), bytes.as_ref(), coefficient);
             }
         }
@@ -470,12 +605,11 @@ fn verify(pool: &SlotPool, cluster: &Cluster, set: &ParitySet) -> Result<(), Unm
             .iter()
             .any(|sum| sum.as_ref().iter().any(|&byte| byte != 0))
         {
-            let servers = homes.iter().map(|it| it.server).collect();
-            return Err(Unmade::Differs(first, servers));
+            return Ok(false);
         }
-        pace.moved((homes.len() * len) as u64);
+        pace.moved(((columns.len() + parity.len()) * len) as u64);
     }
-    Ok(())
+    Ok(true)
 }
 
 /// True if two pieces at `offset` of an extent are the same where the extent is in use.

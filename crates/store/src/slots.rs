@@ -80,6 +80,8 @@ pub(crate) struct ExtentUse {
     pub(crate) allocated: u32,
     /// True if no write is under way, and nothing can land late.
     pub(crate) is_settled: bool,
+    /// True if no slot is given out, since the extent's bytes are being copied.
+    pub(crate) is_sealed: bool,
 }
 
 /// The extents of one server.
@@ -194,6 +196,7 @@ impl Arena {
             used_bytes: extent.usable_bytes - extent.free_bytes,
             allocated: extent.allocated,
             is_settled: extent.writes == 0 && extent.doubts == 0,
+            is_sealed: extent.choice == Choice::Sealed,
         })
     }
 

@@ -7,9 +7,14 @@
 use farpage_wire::ExtentId;
 
 use super::{
-    ContentsMove, ExtentGroup, GroupTable, Groups, NO_PANIC, member::Member, view::SetView,
+    ContentsMove, ExtentGroup, GroupTable, Groups, NO_PANIC,
+    member::{Member, MemberState},
+    view::SetView,
 };
-use crate::parity::{Column, ParityCode, ParitySet, SET_MAX};
+use crate::{
+    options::COPIES_MAX,
+    parity::{Column, ParityCode, ParitySet, SET_MAX},
+};
 
 impl Groups {
     fn group_mut(&mut self, index: u32) -> &mut ExtentGroup {
@@ -67,6 +72,21 @@ impl GroupTable {
         columns: &[(u32, ExtentGroup, u8)],
         parity: &[(u8, ExtentId)],
     ) -> Option<(Vec<Member>, Vec<ContentsMove>)> {
+        // Allocated before the lock is taken, which signal handlers wait for.
+        let mut rest = Vec::with_capacity(SET_MAX * COPIES_MAX);
+        let mut moves = Vec::with_capacity(SET_MAX);
+        let mut all: Vec<u32> = Vec::with_capacity(SET_MAX);
+        all.extend(columns.iter().map(|(index, ..)| *index));
+        let home_of = |(_, group, home): &(u32, ExtentGroup, u8)| group.member(*home);
+        let homes = columns.iter().filter_map(home_of).map(|it| it.server);
+        let mut servers: Vec<u8> = homes.chain(parity.iter().map(|it| it.0)).collect();
+        servers.sort_unstable();
+        servers.dedup();
+        assert_eq!(
+            servers.len(),
+            code.extents(),
+            "extents of a set are on different servers"
+        );
         let mut groups = self.0.write().expect(NO_PANIC);
         let is_same = |(index, before, _): &(u32, ExtentGroup, u8)| {
             let now = groups.by_index.get(*index as usize).copied().flatten();
@@ -81,7 +101,6 @@ impl GroupTable {
             groups.sets.push(None);
             groups.sets.len() - 1
         });
-        let (mut rest, mut moves) = (Vec::new(), Vec::new());
         for (at, (index, _, home)) in (0..).zip(columns) {
             let group = groups.group_mut(*index);
             rest.extend(
@@ -101,7 +120,6 @@ impl GroupTable {
             moves.push(groups.contents[*index as usize].show_at(home.server));
         }
         let bytes = columns[0].1.bytes;
-        let mut all: Vec<u32> = columns.iter().map(|(index, ..)| *index).collect();
         for (at, &extent) in (code.data..).zip(parity) {
             let mut group = ExtentGroup::new(1, bytes, [extent]);
             group.column = Some(Column {
@@ -130,27 +148,60 @@ impl GroupTable {
         true
     }
 
-    /// Takes copies away from the columns of a set that was to be dissolved. Returns them.
-    pub(crate) fn keep_closed(&self, number: u32) -> Vec<Member> {
+    /// Takes copies away from the columns of a set that was to be dissolved. A copy takes the place
+    /// of a lost home. Returns the members that are no longer needed, and the sums that other
+    /// servers show now. `None` if homes would share a server, numbers of which are told apart by
+    /// `is_same`: nothing is changed then.
+    pub(crate) fn keep_closed(
+        &self,
+        number: u32,
+        is_same: impl Fn(u8, u8) -> bool,
+    ) -> Option<(Vec<Member>, Vec<ContentsMove>)> {
+        // Allocated before the lock is taken, which signal handlers wait for.
+        let mut rest = Vec::with_capacity(SET_MAX * COPIES_MAX);
+        let mut moves = Vec::with_capacity(SET_MAX);
         let mut groups = self.0.write().expect(NO_PANIC);
-        let Some(Some(set)) = groups.sets.get_mut(number as usize) else {
-            return Vec::new();
+        let set = groups.sets.get(number as usize).copied().flatten()?;
+        // 1. The copies that become homes.
+        let is_good = |member: &Option<Member>| {
+            member.is_some_and(|member| member.state == MemberState::Good)
         };
-        set.is_opening = false;
-        let set = *set;
-        let mut rest = Vec::new();
-        for &index in set.columns() {
+        let mut chosen = [0; SET_MAX];
+        for (at, &index) in chosen.iter_mut().zip(set.columns()) {
             let group = groups.group_mut(index);
+            if !is_good(&group.members[0]) {
+                *at = group.members.iter().position(is_good).unwrap_or(0);
+            }
+        }
+        let home = |(&index, &at): (&u32, &usize)| groups.by_index[index as usize]?.members[at];
+        let homes = || set.groups().iter().zip(&chosen).filter_map(home);
+        let are_apart = (homes().enumerate())
+            .all(|(at, home)| !homes().take(at).any(|it| is_same(it.server, home.server)));
+        if !are_apart {
+            return None;
+        }
+        // 2. The rest goes.
+        for (&index, at) in set.columns().iter().zip(chosen) {
+            let group = groups.group_mut(index);
+            group.members.swap(0, at);
             rest.extend(group.members[1..].iter_mut().filter_map(Option::take));
             group.copies = 1;
+            if let Some(home) = group.members[0] {
+                moves.push(groups.contents[index as usize].show_at(home.server));
+            }
+        }
+        if let Some(set) = &mut groups.sets[number as usize] {
+            set.is_opening = false;
         }
         groups.note_change(number);
-        rest
+        Some((rest, moves))
     }
 
     /// Dissolves a set whose columns have all their copies. Returns the parity extents, which are
     /// no longer needed. `None` if a column lacks a copy.
     pub(crate) fn dissolve(&self, number: u32) -> Option<Vec<ExtentGroup>> {
+        // Allocated before the lock is taken, which signal handlers wait for.
+        let mut gone = Vec::with_capacity(SET_MAX);
         let mut groups = self.0.write().expect(NO_PANIC);
         let set = groups.sets.get(number as usize).copied().flatten()?;
         let is_whole = |index: &u32| {
@@ -164,19 +215,18 @@ impl GroupTable {
         for &index in set.columns() {
             groups.group_mut(index).column = None;
         }
-        Some(
-            set.parity()
-                .iter()
-                .map(|&index| groups.remove(index))
-                .collect(),
-        )
+        gone.extend(set.parity().iter().map(|&index| groups.remove(index)));
+        Some(gone)
     }
 
     /// Takes a set out, with all of its groups.
     pub(crate) fn remove_set(&self, number: u32) -> Vec<ExtentGroup> {
+        // Allocated before the lock is taken, which signal handlers wait for.
+        let mut gone = Vec::with_capacity(SET_MAX);
         let mut groups = self.0.write().expect(NO_PANIC);
         let set = groups.sets.get_mut(number as usize).and_then(Option::take);
         let all = set.iter().flat_map(ParitySet::groups);
-        all.map(|&index| groups.remove(index)).collect()
+        gone.extend(all.map(|&index| groups.remove(index)));
+        gone
     }
 }

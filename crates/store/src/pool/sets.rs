@@ -4,15 +4,16 @@
 //! the column is sealed. Computing parity is left to the [set maker](crate::set_maker).
 
 use std::{
+    collections::BTreeSet,
     sync::atomic::Ordering,
     time::{Duration, Instant},
 };
 
 use farpage_fabric::ExtentId;
 
-use super::{SlotPool, spares::SpareExtent};
+use super::{SlotPool, spares::SpareExtent, wish::RoomWish};
 use crate::{
-    groups::{ExtentGroup, Member, SetView},
+    groups::{ExtentGroup, Member, MemberState, SetView},
     parity::{ParityCode, ParitySet},
     place::SlotPlace,
     slots::ExtentUse,
@@ -23,7 +24,6 @@ use crate::{
 const ROOM_PART: u64 = 8;
 /// Time within which a set is opened while writes wait; then the pool grows.
 const OPENING_WITHIN: Duration = Duration::from_secs(1);
-
 impl SlotPool {
     /// Returns the code of a pool with parity.
     pub(crate) fn code(&self) -> Option<ParityCode> {
@@ -106,11 +106,15 @@ impl SlotPool {
         true
     }
 
-    /// Gives up the opening of a set, and the copies that were made.
+    /// Gives up the opening of a set, and the copies that were made, unless that left two of the
+    /// set's extents on one server.
     pub(crate) fn keep_set(&self, number: u32, set: &ParitySet) {
         let bytes = (self.groups.get(set.columns()[0])).map_or(0, |group| group.bytes);
-        let rest = self.groups.keep_closed(number);
-        self.release_members(&rest, bytes);
+        let closed = (self.groups).keep_closed(number, |one, other| self.is_same(one, other));
+        if let Some((rest, moves)) = closed {
+            moves.into_iter().for_each(|it| self.show_contents(it));
+            self.release_members(&rest, bytes);
+        }
     }
 
     /// Begins to open a set: its columns lack copies from now on. False if there is no such set.
@@ -120,7 +124,7 @@ impl SlotPool {
 
     /// True if a write waits for room that a set may have.
     pub(crate) fn is_room_awaited(&self) -> bool {
-        self.room_awaited.lock().is_some()
+        self.room_awaited.lock().is_some_and(|wish| wish.stands())
     }
 
     /// Asks for a set to be opened, if that makes much room. True if the caller is to wait for it
@@ -143,9 +147,14 @@ impl SlotPool {
 
     /// Asks for a set to be opened. Returns the time since when that is so.
     fn ask_for_opening(&self) -> Instant {
-        let since = *self.room_awaited.lock().get_or_insert_with(Instant::now);
-        self.health.wake();
-        since
+        let mut awaited = self.room_awaited.lock();
+        let (wish, is_new) = RoomWish::repeat(*awaited);
+        *awaited = Some(wish);
+        drop(awaited);
+        if is_new {
+            self.health.wake();
+        }
+        wish.since
     }
 
     /// Returns the bytes of holes in columns: opening sets makes that much room.
@@ -170,9 +179,9 @@ impl SlotPool {
     }
 
     fn release_members(&self, members: &[Member], bytes: u64) {
-        for &Member { server, id, .. } in members {
+        for &Member { server, id, state } in members {
             self.uncount_copy(server, bytes);
-            if !self.keep_spare(SpareExtent { server, id, bytes }) {
+            if state != MemberState::Good || !self.keep_spare(SpareExtent { server, id, bytes }) {
                 self.release(usize::from(server), id);
             }
         }
@@ -213,11 +222,39 @@ impl SlotPool {
     /// there are too few.
     pub(crate) fn renew_spare(&self, server: u8, id: ExtentId, bytes: u64) {
         self.drop_copy(server, id);
-        if self.is_spare_lacking(server, bytes)
-            && let Ok(extent) = self.grant_copy(server, bytes)
-        {
-            let id = extent.id;
-            self.spares.lock().push(SpareExtent { server, id, bytes });
+        self.ask_for_spare(server, bytes);
+    }
+
+    /// Asks for the extents that are to be kept and are missing: other clients may have taken what
+    /// went back, and the openings of sets use extents up.
+    pub(crate) fn ask_for_spares(&self) {
+        let sets = self.groups.sets().into_iter();
+        let groups = sets.filter_map(|(_, set)| self.groups.get(set.columns()[0]));
+        let lengths: BTreeSet<u64> = groups.map(|group| group.bytes).collect();
+        for bytes in lengths {
+            for server in 0..self.servers.len() as u8 {
+                while self.ask_for_spare(server, bytes) {}
+            }
+        }
+    }
+
+    /// Asks a server for an extent to keep, if there are too few. True if the server granted it.
+    fn ask_for_spare(&self, server: u8, bytes: u64) -> bool {
+        if !self.is_spare_lacking(server, bytes) {
+            return false;
+        }
+        match self.grant_copy(server, bytes) {
+            Ok(extent) if extent.bytes >= bytes => {
+                let id = extent.id;
+                self.spares.lock().push(SpareExtent { server, id, bytes });
+                true
+            }
+            Ok(extent) => {
+                self.drop_copy(server, extent.id);
+                false
+            }
+            // Asked again later: a set may be opened without it.
+            Err(_) => false,
         }
     }
 
@@ -247,24 +284,27 @@ impl SlotPool {
         self.release_spares(|it| !is_reserved || self.is_leaving(it.server) || is_lost(it.server));
     }
 
-    /// Returns the bytes that regions were promised, or that are held for snapshots.
-    fn needed_bytes(&self) -> u64 {
-        let reserved = self.arenas.iter().map(|arena| arena.lock().reserved_bytes);
-        reserved.sum::<u64>() + self.snapshots.held_bytes()
+    /// True if each arena covers what regions were promised there, and what is held for snapshots,
+    /// without the columns of a set.
+    fn is_surplus(&self, set: &ParitySet) -> bool {
+        self.arenas.iter().enumerate().all(|(server, arena)| {
+            let arena = arena.lock();
+            let columns = set.columns().iter();
+            let columns = columns.filter(|&&index| arena.has_extent(index));
+            let bytes: u64 = (columns.filter_map(|&index| self.groups.get(index)))
+                .map(|group| group.bytes)
+                .sum();
+            let needed_bytes = arena.reserved_bytes + self.snapshots.held_bytes_on(server);
+            bytes == 0 || arena.kept_bytes() >= needed_bytes + bytes
+        })
     }
 
     /// Gives back sets in which no slot is in use, unless regions were promised their room. For the
     /// thread that repairs, which alone changes sets.
     pub(crate) fn release_unused_sets(&self) {
         let _one_at_a_time = self.growing.lock();
-        let needed_bytes = self.needed_bytes();
         for (number, set) in self.groups.sets() {
-            let columns = set.columns().iter();
-            let bytes: u64 = (columns.filter_map(|&index| self.groups.get(index)))
-                .map(|group| group.bytes)
-                .sum();
-            let is_surplus = self.granted_bytes() >= needed_bytes + bytes;
-            if self.live_bytes(&set) > 0 || set.is_opening || !is_surplus {
+            if self.live_bytes(&set) > 0 || set.is_opening || !self.is_surplus(&set) {
                 continue;
             }
             for &index in set.columns() {

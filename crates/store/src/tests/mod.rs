@@ -16,6 +16,7 @@ mod readers;
 mod repairs;
 mod room;
 mod runs;
+mod sets;
 mod snapshots;
 
 use std::{
@@ -568,6 +569,18 @@ fn tamper_extent(
     change(bytes.as_mut());
     let write = mover.transfer(Verb::Write, extent, offset, bytes);
     write.expect("the extent is there");
+}
+
+/// Reads bytes of an extent.
+fn read_extent(
+    pool: &SlotPool,
+    extent: (u8, ExtentId),
+    (offset, len): (u64, u32),
+    look: impl FnOnce(&mut [u8]),
+) {
+    let mut mover = Mover::new(pool);
+    let read = mover.read_piece(extent, offset, len as usize);
+    look(read.expect("the extent is there").as_mut());
 }
 
 fn servers() -> [Arc<SimServer>; 2] {

@@ -15,7 +15,7 @@ pub(super) fn options(data: u8, parity: u8, reserve: Reserve) -> RemoteOptions {
     }
 }
 
-fn coded(world: &World, pages: u64, (data, parity): (u8, u8)) -> Arc<PageStore> {
+pub(super) fn coded(world: &World, pages: u64, (data, parity): (u8, u8)) -> Arc<PageStore> {
     let options = options(data, parity, Reserve::OnDemand);
     PageStore::remote(&world.cluster, REGION, pages * 4096, 4096, &options).expect("it fits")
 }
@@ -65,7 +65,7 @@ impl SealedWorld {
     }
 
     #[track_caller]
-    fn assert_reads(&mut self) {
+    pub(super) fn assert_reads(&mut self) {
         for page in (0..512).step_by(8) {
             let read = read_pages(&mut self.io, &self.store, page, 8);
             let right = &self.model[page as usize * 4096..][..8 * 4096];
@@ -345,38 +345,42 @@ fn a_server_that_returns_damaged_bytes_gets_no_parity() {
 }
 
 /// A region was promised its room, others took all that was given back since, and every page is
-/// written again and again.
+/// written again and again. There are `extra` servers beyond those that a set needs.
+fn assert_write_backs_find_room(code: (u8, u8), lent: u64, extra: u64) {
+    let servers = u64::from(code.0 + code.1) + extra;
+    let mut world = World::new((1..=servers).map(|it| lending(it, lent)), impatient());
+    let full = options(code.0, code.1, Reserve::Full);
+    let store = PageStore::remote(&world.cluster, REGION, 512 * 4096, 4096, &full);
+    let store = store.expect("it fits");
+    let mut io = queue(&world.cluster);
+    let model = odd_pages(4096, 0..512);
+    write_pages(&mut io, &store, 0, &model);
+    world.repair();
+    assert!(store.stats().sealed_bytes > 0);
+    let _taken = world.fill_up();
+    let mut it = SealedWorld {
+        world,
+        store,
+        io,
+        model,
+    };
+    let mut random = ChaCha8Rng::seed_from_u64(3);
+    for number in 0..1200 {
+        let page = random.random_range(0..512u64);
+        it.write_amid_repairs(page, odd_page(4096, 5000 + number));
+    }
+    it.assert_reads();
+    assert_eq!(it.store.stats().errors, 0);
+    assert_eq!(it.store.stats().under_protected_bytes, 0);
+    it.kill(1);
+    it.assert_reads();
+}
+
 #[test]
 fn a_write_back_of_a_reserved_region_finds_room_when_all_servers_are_full() {
-    for (code, lent) in [((4, 1), 4 << 20), ((2, 2), 8 << 20)] {
-        let servers = u64::from(code.0 + code.1);
-        let mut world = World::new((1..=servers).map(|it| lending(it, lent)), impatient());
-        let full = options(code.0, code.1, Reserve::Full);
-        let store = PageStore::remote(&world.cluster, REGION, 512 * 4096, 4096, &full);
-        let store = store.expect("it fits");
-        let mut io = queue(&world.cluster);
-        let model = odd_pages(4096, 0..512);
-        write_pages(&mut io, &store, 0, &model);
-        world.repair();
-        let before = store.stats();
-        assert!(before.sealed_bytes > 0);
-        let _taken = world.fill_up();
-        let mut it = SealedWorld {
-            world,
-            store,
-            io,
-            model,
-        };
-        let mut random = ChaCha8Rng::seed_from_u64(3);
-        for number in 0..1200 {
-            let page = random.random_range(0..512u64);
-            it.write_amid_repairs(page, odd_page(4096, 5000 + number));
-        }
-        it.assert_reads();
-        assert_eq!(it.store.stats().errors, 0);
-        assert_eq!(it.store.stats().under_protected_bytes, 0);
-        it.kill(1);
-        it.assert_reads();
+    for extra in [0, 2] {
+        assert_write_backs_find_room((4, 1), 4 << 20, extra);
+        assert_write_backs_find_room((2, 2), 8 << 20, extra);
     }
 }
 
@@ -437,7 +441,7 @@ fn pages_keep_copies_while_there_are_too_few_servers_for_parity() {
 #[test]
 fn pages_with_parity_survive_any_schedule() {
     let seeds = std::env::var("FARPAGE_PARITY_SEEDS").map_or(200, |it| it.parse().expect("number"));
-    let (mut sealed, mut opened, mut decoded) = (0, 0, 0);
+    let (mut sealed, mut opened, mut decoded, mut drained) = (0, 0, 0, 0);
     let first = std::env::var("FARPAGE_PARITY_FIRST").map_or(0, |it| it.parse().expect("number"));
     for seed in first..first + seeds {
         let mut random = ChaCha8Rng::seed_from_u64(seed);
@@ -469,7 +473,7 @@ fn pages_with_parity_survive_any_schedule() {
         let store = PageStore::remote(&world.cluster, REGION, 192 * 4096, 4096, &options);
         let store = store.expect("it fits");
         let mut model = vec![0; 192 * 4096];
-        let mut failed = 0;
+        let (mut failed, mut is_drained) = (0, is_lossy);
         for round in 0..4 {
             let World {
                 cluster, repairer, ..
@@ -477,6 +481,14 @@ fn pages_with_parity_survive_any_schedule() {
             let mut was_sealed = store.stats().sealed_bytes;
             let amid = |random: &mut ChaCha8Rng| {
                 if random.random_bool(0.5) {
+                    let sets = pool(&store).groups.sets();
+                    if !is_drained && sets.iter().any(|(_, set)| set.is_opening) {
+                        let leaves = random.random_range(0..cluster.sessions().len());
+                        let endpoint = cluster.sessions()[leaves].endpoint().clone();
+                        // A server that has died is refused.
+                        is_drained = cluster.begin_drain(&endpoint).is_ok();
+                        drained += u64::from(is_drained);
+                    }
                     repairer.turn(cluster);
                     let now = store.stats().sealed_bytes;
                     sealed += u64::from(now > was_sealed);
@@ -505,7 +517,7 @@ fn pages_with_parity_survive_any_schedule() {
         );
         decoded += stats.failovers;
     }
-    println!("{sealed} times sealed, {opened} times opened, {decoded} failovers");
+    println!("{sealed} times sealed, {opened} times opened, {drained} drains, {decoded} failovers");
     assert!(sealed > seeds / 4 && opened > 0 && decoded > seeds);
 }
 
