@@ -224,7 +224,8 @@ impl Stored {
                 stored.damage(&reason);
             }
         }
-        // 3. Leftovers. Extents may belong to a name whose file cannot be read, or has lost its name.
+        // 3. Leftovers. Extents may belong to a name whose file cannot be read, or has lost its
+        //    name.
         let extents: Vec<ExtentId> = files.iter().filter_map(|file| extent_of(file)).collect();
         let is_left = |file: &&String| extent_of(file).is_some_and(|id| !users.contains_key(&id));
         let stays = match (files.iter().any(|file| is_left(&file)), unknown) {

@@ -272,7 +272,8 @@ impl DurableNames {
         }
     }
 
-    /// Notes what a file takes on the disk. A file system that does not tell leaves the last figure.
+    /// Notes what a file takes on the disk. A file system that does not tell leaves the last
+    /// figure.
     fn measure(&self, name: &str, file: &dyn FolderFile) {
         if let Ok(bytes) = file.disk_bytes() {
             self.sizes.lock().insert(name.to_owned(), bytes);

@@ -21,7 +21,8 @@ use super::{
     records::{Failed, Job, NameId, SessionRecord},
 };
 
-/// The most ranges that a session keeps for its next publications. Further ones are written at once.
+/// The most ranges that a session keeps for its next publications. Further ones are written at
+/// once.
 const RANGES_MAX: usize = 1 << 16;
 /// The most bytes that a session keeps for its next publications, so that a job is soon done.
 const BYTES_MAX: u64 = 1 << 30;

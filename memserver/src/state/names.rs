@@ -112,8 +112,8 @@ impl Ledger {
         }
     }
 
-    /// Returns the damaged name whose file `id` would have. A file that cannot be read does not tell
-    /// its name, and is listed under another one.
+    /// Returns the damaged name whose file `id` would have. A file that cannot be read does not
+    /// tell its name, and is listed under another one.
     pub(super) fn damaged_twin(&self, id: &NameId) -> Option<NameId> {
         let behind = (Excluded(NameId::new(id.owner, "")), Unbounded);
         let its = self.names.range(behind);
