@@ -132,6 +132,14 @@ int main(void) {
         for (int i = 0; i < 20; i++)
             free(used[i]);
     }
+    static unsigned char *zeros[700];
+    for (int i = 0; i < 700; i++) {
+        zeros[i] = calloc(1, 60000);
+        for (size_t at = 0; at < 60000; at++)
+            expect(!zeros[i][at], 17);
+    }
+    for (int i = 0; i < 700; i++)
+        free(zeros[i]);
 
     pthread_key_create(&last, end);
     for (int i = 0; i < 16; i++) {
