@@ -17,7 +17,7 @@
 //!
 //! 1. this file: threads that are inside, and lines to the user;
 //! 2. what knows no arena: `next.rs` (the next library's functions), `environment.rs`,
-//!    `seccomp.rs`, `destructors.rs`, `code.rs`, `plugins.rs`, and the program's `signals.rs`,
+//!    `seccomp.rs`, `destructors.rs`, `code.rs`, and the program's `signals.rs`,
 //!    `old_signals.rs` and `signal_stack.rs`;
 //! 3. `state.rs`: the runtime, the arena and the options;
 //! 4. what begins and ends with these: `local.rs`, `made.rs`, `family.rs`, `limits.rs` (set by the
@@ -28,7 +28,7 @@
 //! 6. memory of the arena: `mappings.rs` (the map of its addresses), `locks.rs`, `protect.rs`,
 //!    `allocate.rs`, `jemalloc.rs` and `foreign.rs`;
 //! 7. calls of the program: `heap.rs`, `maps.rs`, `remap.rs`, `process.rs`, `clone.rs`,
-//!    `confine.rs`, `calls.rs`, `debug.rs`.
+//!    `confine.rs`, `calls.rs`, `debug.rs`, `plugins.rs`.
 //!
 //! An interposed function stands beside the table that it is about: `mlock` in `locks.rs`.
 

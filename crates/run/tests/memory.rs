@@ -8,8 +8,8 @@ mod common;
 use std::process::Command;
 
 use common::{
-    AT_ONCE, GCC, MIB, can_run, can_run_with, compile, farpage, farpage_as, farpage_in_pages_of,
-    modes, output, said, same_as_plain,
+    GCC, MIB, can_run, can_run_with, compile, farpage, farpage_as, farpage_in_pages_of, modes,
+    output, said, same_as_plain,
 };
 use farpage_testkit::{serve_tcp, text};
 
@@ -391,11 +391,8 @@ fn small_blocks_of_the_c_library_are_local_and_those_of_the_program_remote() {
     let mut expected = "spawned\nby a shell\n".repeat(20);
     expected += "64 blocks at ends\n";
     for mode in modes() {
-        let mut farpage = Command::new(env!("CARGO_BIN_EXE_farpage"));
-        // Free memory is discarded at once, and not after seconds.
-        farpage.env("_RJEM_MALLOC_CONF", "dirty_decay_ms:0");
-        farpage.args(["run", "--small", "yes", "--budget", "8MiB", AT_ONCE]);
-        let ours = output(farpage.args(*mode).arg("--").args(command));
+        let options = [&["--small", "yes", "--budget", "8MiB"], *mode].concat();
+        let ours = farpage(&options, &command);
         assert_eq!(text(&ours.stdout), expected, "{}", text(&ours.stderr));
     }
 }

@@ -237,6 +237,78 @@ fn programs_with_a_sanitizer_are_refused() {
     }
 }
 
+/// Runs the program `objects` in all modes, with options of `farpage run`. Calls `check` with its
+/// standard error.
+fn check_objects(how: &str, options: &[&str], check: impl Fn(&str)) {
+    if !can_run(&[GCC]) {
+        return;
+    }
+    let folder = tempfile::tempdir().expect("a folder");
+    let compiled = ["-pthread", "-rdynamic", "-fno-builtin"];
+    let program = compile(folder.path(), "objects", &compiled).expect("a C program");
+    let program = program.to_str().expect("a plain path");
+    for mode in modes() {
+        let options = [options, *mode, &["--stats"]].concat();
+        let mut farpage = command(&options, &[program, how]);
+        // An option that jemalloc does not know ends a process, if jemalloc reads it.
+        farpage.env("_RJEM_MALLOC_CONF", "abort_conf:true,no_such_option:true");
+        let ended = output(&mut farpage);
+        let all = said(&ended);
+        assert_eq!(text(&ended.stdout), "done\n", "{how} {options:?}: {all}");
+        assert!(ended.status.success(), "{how} {options:?}: {all}");
+        assert!(!all.contains("jemalloc"), "{how} {options:?}: {all}");
+        check(&text(&ended.stderr));
+    }
+}
+
+#[test]
+fn small_blocks_are_aligned_as_those_of_the_c_library() {
+    check_objects("aligned", &["--small", "yes"], |_| {});
+}
+
+#[test]
+fn small_objects_of_threads_that_ended_count() {
+    check_objects("ended", &["--small", "auto"], |stats| {
+        assert!(stats.contains("small objects are in the arena"), "{stats}");
+    });
+}
+
+#[test]
+fn small_objects_come_to_the_arena_on_small_stacks() {
+    check_objects("narrow", &["--small", "yes"], |_| {});
+}
+
+#[test]
+fn small_objects_come_to_the_arena_of_a_confined_program() {
+    if cfg!(target_arch = "x86_64") {
+        check_objects("confined", &["--small", "auto"], |_| {});
+    }
+}
+
+#[test]
+fn library_behind_ours_finds_what_it_frees_with_and_what_it_stands_before() {
+    if !cfg!(target_arch = "x86_64") || !can_run(&[GCC]) {
+        return;
+    }
+    let folder = tempfile::tempdir().expect("a folder");
+    let options = ["-shared", "-fPIC", "-pthread", "-DLIBRARY"];
+    let library = compile(folder.path(), "finds", &options).expect("a C library");
+    std::fs::rename(library, folder.path().join("libfinds.so")).expect("it is renamed");
+    let at = folder.path().display();
+    let (search, path) = (format!("-L{at}"), format!("-Wl,-rpath,{at}"));
+    let options = ["-pthread", "-Wl,--no-as-needed", &search, "-lfinds", &path];
+    let program = compile(folder.path(), "finds", &options).expect("a C program");
+    for mode in modes() {
+        for small in ["auto", "yes"] {
+            let options = [&["--small", small], *mode].concat();
+            let ended = output(&mut command(&options, &[program.to_str().unwrap()]));
+            let all = said(&ended);
+            assert_eq!(text(&ended.stdout), "called\n", "{options:?}: {all}");
+            assert!(ended.status.success(), "{options:?}: {all}");
+        }
+    }
+}
+
 #[test]
 fn debugger_reads_memory_that_it_brings_in() {
     let test = "debugger_reads_memory_that_it_brings_in";

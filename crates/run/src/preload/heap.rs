@@ -135,7 +135,7 @@ unsafe extern "C" fn calloc_for(count: usize, bytes: usize, caller: usize) -> *m
     match arena::serves(all) {
         Some(state) => allocate(state, all, ALIGN, Holds::Zeros),
         None if local::serves() => local::allocate(all, ALIGN),
-        None => match small(caller, || jemalloc::calloc(count, bytes)) {
+        None => match small(caller, || jemalloc::calloc(all)) {
             Some(made) => made.as_ptr(),
             // SAFETY: the caller's promise.
             None => unsafe { counted(next::calloc(count, bytes)) },

@@ -5,42 +5,35 @@
 //! jemalloc's no memory of the arena (`maps.rs`). Memory that jemalloc has got is never taken back,
 //! but its pages are discarded when they have been free for a while.
 //!
+//! Work that takes more than a block from a list is done on a stack of the runtime's stock, since
+//! the smallest stack of a thread has no room for it.
+//!
 //! The rule it keeps: a small block is jemalloc's exactly if its address lies in the arena. Blocks
 //! that jemalloc would have elsewhere are not given out, and nothing else cuts small blocks out of
 //! the arena (`small.rs`).
 
 use std::{
     cell::Cell,
-    ffi::{c_char, c_uint, c_void},
+    ffi::{c_uint, c_void},
     ops::Range,
     ptr::{self, NonNull},
     sync::{
         OnceLock,
         atomic::{AtomicUsize, Ordering},
     },
-    thread,
 };
 
+use farpage_vm::sigbus::on_stock_stack;
 use tikv_jemalloc_sys as jemalloc;
 use tikv_jemalloc_sys::extent_hooks_t;
 
 use crate::{
-    Inside,
+    ALIGN, Inside,
     allocate::Holds,
     arena, mappings, protect, set_errno,
-    small::{self, within},
+    small::{self, ARENAS_MAX, within},
     state,
 };
-
-/// Options of jemalloc: one arena for its own tables, beside those of this file.
-#[unsafe(export_name = "_rjem_malloc_conf")]
-static OPTIONS: Option<&c_char> = {
-    // SAFETY: a string of C's, which is there for good.
-    Some(unsafe { &*c"narenas:1".as_ptr() })
-};
-
-/// Largest number of arenas. More threads than processors do not wait for each other for long.
-const ARENAS_MAX: usize = 16;
 
 /// Jemalloc's numbers of the arenas, each made for the first thread that gets it. `None`: there was
 /// no memory.
@@ -55,30 +48,42 @@ thread_local! {
 /// arena is full.
 pub(crate) fn malloc(bytes: usize) -> Option<NonNull<c_void>> {
     // SAFETY: any size is fine.
-    make(|| unsafe { jemalloc::malloc(bytes) })
+    make(|| unsafe { jemalloc::malloc(aligned(bytes)) })
 }
 
 /// Returns a block of zeros. `None` as of [`malloc`].
-pub(crate) fn calloc(count: usize, bytes: usize) -> Option<NonNull<c_void>> {
+pub(crate) fn calloc(bytes: usize) -> Option<NonNull<c_void>> {
     // SAFETY: as above.
-    make(|| unsafe { jemalloc::calloc(count, bytes) })
+    make(|| unsafe { jemalloc::calloc(1, aligned(bytes)) })
 }
 
 /// Returns a block whose address is a multiple of `align`, a power of two. `None` as of [`malloc`].
 pub(crate) fn memalign(align: usize, bytes: usize) -> Option<NonNull<c_void>> {
     // SAFETY: as above.
-    make(|| unsafe { jemalloc::aligned_alloc(align, bytes) })
+    make(|| unsafe { jemalloc::aligned_alloc(align, aligned(bytes)) })
+}
+
+/// Returns the size to ask jemalloc for. Its blocks of 8 bytes alone are not aligned as the C
+/// library's are.
+fn aligned(bytes: usize) -> usize {
+    bytes.max(ALIGN)
 }
 
 /// Makes a block. Leaves `errno`, since the caller tries the C library after a failure.
 fn make(call: impl FnOnce() -> *mut c_void) -> Option<NonNull<c_void>> {
-    if !small::serves() || !(HAS_ARENA.get() || take_arena()) {
+    if !small::serves() || pauses() {
         return None;
     }
     let before = crate::errno();
-    let made = NonNull::new(within(call));
+    let made = match HAS_ARENA.get() || take_arena() {
+        true => NonNull::new(within(call)),
+        false => None,
+    };
     set_errno(before);
-    let made = made?;
+    let Some(made) = made else {
+        pause();
+        return None;
+    };
     if !state::owns(made.as_ptr() as usize) {
         // The thread ends, and has lost its arena.
         // SAFETY: nobody has seen it.
@@ -88,11 +93,35 @@ fn make(call: impl FnOnce() -> *mut c_void) -> Option<NonNull<c_void>> {
     Some(made)
 }
 
+/// Requests that are still to be left to the C library after a refusal: the search for memory that
+/// ends with it is slow.
+static PAUSED: AtomicUsize = AtomicUsize::new(0);
+/// Requests of the next pause, which are twice those of the pause before.
+static NEXT_PAUSE: AtomicUsize = AtomicUsize::new(1);
+/// Most requests of a pause: the search costs little among as many, and an arena that has room again
+/// is soon used.
+const PAUSE_MAX: usize = 1 << 14;
+
+/// True if a request is one of a pause.
+fn pauses() -> bool {
+    let less = |paused: usize| paused.checked_sub(1);
+    PAUSED.load(Ordering::Relaxed) > 0
+        && (PAUSED.fetch_update(Ordering::Relaxed, Ordering::Relaxed, less)).is_ok()
+}
+
+/// Begins a pause.
+fn pause() {
+    let requests = NEXT_PAUSE.load(Ordering::Relaxed);
+    NEXT_PAUSE.store(PAUSE_MAX.min(2 * requests), Ordering::Relaxed);
+    PAUSED.store(requests, Ordering::Relaxed);
+}
+
 /// Resizes a block in place. Returns false if a block of another size would be elsewhere.
 ///
 /// # Safety
 /// As `realloc`, of a block of jemalloc's. `bytes` is not 0.
 pub(crate) unsafe fn resize(old: *mut c_void, bytes: usize) -> bool {
+    let bytes = aligned(bytes);
     // SAFETY: the caller's promise.
     small::serves()
         && within(|| unsafe { jemalloc::xallocx(old, bytes, 0, 0) == jemalloc::nallocx(bytes, 0) })
@@ -127,29 +156,27 @@ pub(crate) unsafe fn usable(of: *mut c_void) -> usize {
 #[cold]
 fn take_arena() -> bool {
     static NEXT: AtomicUsize = AtomicUsize::new(0);
-    static COUNT: OnceLock<usize> = OnceLock::new();
     let _inside = Inside::enter();
-    let count = *COUNT.get_or_init(|| {
-        let processors = thread::available_parallelism().map_or(1, usize::from);
-        processors.min(ARENAS_MAX)
+    let which = NEXT.fetch_add(1, Ordering::Relaxed) % small::arenas();
+    let taken = on_stock_stack(|| {
+        let Some(arena) = ARENAS[which].get_or_init(make_arena) else {
+            return false;
+        };
+        let mut arena = *arena;
+        // SAFETY: there is as much as is read.
+        let failed = unsafe {
+            jemalloc::mallctl(
+                c"thread.arena".as_ptr(),
+                ptr::null_mut(),
+                ptr::null_mut(),
+                (&raw mut arena).cast(),
+                size_of::<c_uint>(),
+            )
+        };
+        failed == 0
     });
-    let which = NEXT.fetch_add(1, Ordering::Relaxed) % count;
-    let Some(arena) = ARENAS[which].get_or_init(make_arena) else {
-        return false;
-    };
-    let mut arena = *arena;
-    // SAFETY: there is as much as is read.
-    let taken = unsafe {
-        jemalloc::mallctl(
-            c"thread.arena".as_ptr(),
-            ptr::null_mut(),
-            ptr::null_mut(),
-            (&raw mut arena).cast(),
-            size_of::<c_uint>(),
-        )
-    };
-    HAS_ARENA.set(taken == 0);
-    taken == 0
+    HAS_ARENA.set(taken);
+    taken
 }
 
 /// Parameters of an arena, as jemalloc has them.
@@ -207,10 +234,13 @@ unsafe extern "C" fn take(
     if !at.is_null() {
         return ptr::null_mut();
     }
-    let Some(state) = state::get().or_else(arena::open) else {
-        return ptr::null_mut();
-    };
-    let made = state.allocate(bytes, align, Holds::Zeros);
+    let _inside = Inside::enter();
+    let made = on_stock_stack(|| {
+        let state = state::get().or_else(arena::open);
+        state.map_or(ptr::null_mut(), |state| {
+            state.allocate(bytes, align, Holds::Zeros)
+        })
+    });
     if !made.is_null() {
         // SAFETY: jemalloc's variables.
         unsafe { (*is_zeros, *is_there) = (true, true) };
@@ -236,9 +266,10 @@ unsafe extern "C" fn discard(
     let _inside = Inside::enter();
     let pages = state.whole_pages_of(&addresses);
     let advised = |pages: &Range<usize>| {
-        protect::advise_all(&mappings::look(), state, pages, libc::MADV_DONTNEED)
+        let advise = || protect::advise_all(&mappings::look(), state, pages, libc::MADV_DONTNEED);
+        on_stock_stack(advise).is_ok()
     };
-    pages.is_empty() || advised(&pages).is_err() || pages != addresses
+    pages.is_empty() || !advised(&pages) || pages != addresses
 }
 
 /// Splits memory, for which nothing is to be done.

@@ -2,17 +2,18 @@
 //!
 //! The rule it keeps: only one allocator is used. With `RTLD_DEEPBIND` a library would find the C
 //! library's `free` before ours and give it memory of the arena. The flag is left out, with a line.
-//! A look-up by a handle on the C library gives our function of the name, if there is one.
+//! A look-up that would give the C library's allocator gives ours: by a handle on the C library, or
+//! by `RTLD_NEXT` in a library behind ours. It does so only where no library stands between ours and
+//! the C library: such a library takes the C library's function to call it, and ours would call the
+//! library again.
 
 use std::{
     ffi::{CStr, c_char, c_int, c_void},
-    mem::MaybeUninit,
     ptr,
-    sync::atomic::{AtomicPtr, Ordering},
 };
 
 use crate::{
-    code,
+    code, heap,
     next::{self, Next},
     say_once,
 };
@@ -61,7 +62,7 @@ extern "C" fn next_dlopen(flags: c_int) -> *mut c_void {
 /// `dlsym`.
 ///
 /// `RTLD_NEXT` and `RTLD_DEFAULT` are about the caller, so that a function that is jumped to sees
-/// the program's call.
+/// the program's call. The address of that call is above two registers that are kept.
 ///
 /// # Safety
 /// As `dlsym`.
@@ -71,6 +72,7 @@ pub(crate) unsafe extern "C" fn dlsym(handle: *mut c_void, name: *const c_char) 
     std::arch::naked_asm!(
         "push rdi",
         "push rsi",
+        "mov rdx, [rsp + 16]",
         "sub rsp, 8",
         "call {by}",
         "add rsp, 8",
@@ -85,45 +87,60 @@ pub(crate) unsafe extern "C" fn dlsym(handle: *mut c_void, name: *const c_char) 
     )
 }
 
-/// Returns the function that looks names up by `handle`; null during its own look-up.
-extern "C" fn by(handle: *mut c_void) -> *mut c_void {
-    match handle == libc::RTLD_DEFAULT || handle == libc::RTLD_NEXT {
+/// Returns the function that looks `name` up by `handle` for a caller at an address; null during its
+/// own look-up.
+unsafe extern "C" fn by(handle: *mut c_void, name: *const c_char, caller: usize) -> *mut c_void {
+    // SAFETY: the program's promise.
+    let is_ours = || ours(unsafe { CStr::from_ptr(name) }).is_some();
+    let is_next = handle == libc::RTLD_NEXT;
+    if is_next && is_ours() && code::is_behind(caller) {
+        return dlsym_of_ours as *mut c_void;
+    }
+    match is_next || handle == libc::RTLD_DEFAULT {
         true => next::next_dlsym().unwrap_or(ptr::null_mut()),
         false => dlsym_of_library as *mut c_void,
     }
 }
 
-/// `dlsym` in the library of a handle. What the C library has and this library defines, too, is
-/// this library's.
+/// `dlsym` of an allocator's name in this library.
+unsafe extern "C" fn dlsym_of_ours(_: *mut c_void, name: *const c_char) -> *mut c_void {
+    // SAFETY: the program's promise.
+    ours(unsafe { CStr::from_ptr(name) }).unwrap_or(ptr::null_mut())
+}
+
+/// `dlsym` in the library of a handle.
 unsafe extern "C" fn dlsym_of_library(handle: *mut c_void, name: *const c_char) -> *mut c_void {
     // SAFETY: the program's promise.
     let name = unsafe { CStr::from_ptr(name) };
     let found = next::look_up(handle, name);
-    if !code::is_c_library(found as usize) {
-        return found;
-    }
-    // Searched before the libraries that it needs, of which the C library is one.
-    match next::look_up(this_library(), name) {
-        ours if code::is_own(ours as usize) => ours,
-        _ => found,
+    code::begin();
+    match code::is_c_library(found as usize) {
+        true => ours(name).unwrap_or(found),
+        false => found,
     }
 }
 
-/// Returns a handle on this library. The program's own `malloc` and its kind are not searched then,
-/// nor the entries by which a program at a fixed address calls those of libraries.
-fn this_library() -> *mut c_void {
-    static HANDLE: AtomicPtr<c_void> = AtomicPtr::new(ptr::null_mut());
-    let before = HANDLE.load(Ordering::Relaxed);
-    if !before.is_null() {
-        return before;
-    }
-    let mut info = MaybeUninit::<libc::Dl_info>::uninit();
-    let flags = libc::RTLD_LAZY | libc::RTLD_NOLOAD;
-    // SAFETY: there is room for the answer, which names the file of this library.
-    let handle = unsafe {
-        libc::dladdr(this_library as *const c_void, info.as_mut_ptr());
-        libc::dlopen(info.assume_init().dli_fname, flags)
+/// Returns our function of an allocator's `name`, if the next one is the C library's. A handle on
+/// this library would be no way to it: `dlopen` would run our constructor, in a constructor of a
+/// library behind ours.
+fn ours(name: &CStr) -> Option<*mut c_void> {
+    let ours = match name.to_bytes() {
+        b"malloc" => heap::malloc as *const (),
+        b"calloc" => heap::calloc as *const (),
+        b"realloc" => heap::realloc as *const (),
+        b"free" => heap::free as *const (),
+        b"memalign" => heap::memalign as *const (),
+        b"aligned_alloc" => heap::aligned_alloc as *const (),
+        b"posix_memalign" => heap::posix_memalign as *const (),
+        b"malloc_usable_size" => heap::malloc_usable_size as *const (),
+        b"strdup" => heap::strdup as *const (),
+        b"strndup" => heap::strndup as *const (),
+        _ => return None,
     };
-    HANDLE.store(handle, Ordering::Relaxed);
-    handle
+    // Constructors of libraries run before ours.
+    code::begin();
+    let next = next::look_up(libc::RTLD_NEXT, name) as usize;
+    // The program's own function of the name is no function of ours.
+    let is_ours = code::is_own(ours as usize) || code::is_entry(ours.cast());
+    (code::is_c_library(next) && is_ours).then_some(ours.cast_mut().cast())
 }

@@ -206,7 +206,7 @@ fn lines(runtime: &Runtime, state: Option<&State>) -> Vec<String> {
     }
     if let Some(bytes) = small::switched_at() {
         lines.push(format!(
-            "small objects are in the arena since {} of them were outside (--small)",
+            "small objects are in the arena since {} of them were outside (--small), except those that the C library makes, such as lines of getline",
             size(bytes),
         ));
     }

@@ -9,16 +9,17 @@ use std::{
     ptr,
     sync::{
         OnceLock,
-        atomic::{AtomicIsize, AtomicPtr, AtomicU8, Ordering},
+        atomic::{AtomicIsize, AtomicPtr, AtomicU8, AtomicUsize, Ordering},
     },
+    thread,
 };
 
-use crate::{environment::variable, next, say, state::KERNEL_PAGE_BYTES};
+use crate::{code, environment::variable, next, say, state::KERNEL_PAGE_BYTES};
 
 /// Part of the budget that small objects may take before jemalloc serves them.
 const LOCAL_PART: u64 = 4;
-/// Bytes that a thread counts on its own.
-const COUNTED_ALONE_BYTES: isize = 16 << 10;
+/// Largest number of arenas. More threads than processors do not wait for each other for long.
+pub(crate) const ARENAS_MAX: usize = 16;
 
 /// One block in as many is counted, for all of them: which ones, follows from their addresses.
 const SAMPLED: isize = 8;
@@ -41,18 +42,14 @@ static ALIVE: AtomicPtr<AtomicU8> = AtomicPtr::new(ptr::null_mut());
 
 /// Bytes of small objects that the C library has made for the program, until the switch.
 static LIVE_BYTES: AtomicIsize = AtomicIsize::new(0);
+/// Number of arenas of jemalloc's: one for each processor.
+static ARENAS: AtomicUsize = AtomicUsize::new(1);
 /// Bytes of small objects that cause the switch.
 static LIMIT_BYTES: AtomicIsize = AtomicIsize::new(isize::MAX);
 
 thread_local! {
     /// Depth of this thread in functions of jemalloc.
     static CALLS: Cell<u32> = const { Cell::new(0) };
-    /// Bytes of this thread that [`LIVE_BYTES`] does not have yet.
-    static COUNTED: Cell<isize> = const { Cell::new(0) };
-}
-
-unsafe extern "C" {
-    fn __libc_malloc(bytes: usize) -> *mut c_void;
 }
 
 /// Prepares jemalloc, which maps its own tables. Called by our constructor, before requests are
@@ -83,6 +80,9 @@ pub(crate) fn begin() {
         return;
     };
     let is_at_once = small == "yes";
+    // Reads files, which a program that confines itself may not open later.
+    let processors = thread::available_parallelism().map_or(1, usize::from);
+    ARENAS.store(processors.min(ARENAS_MAX), Ordering::Relaxed);
     if let Err(why) = prepare() {
         if is_at_once {
             say(&format!("--small yes: small objects stay local: {why}"));
@@ -103,7 +103,7 @@ pub(crate) fn begin() {
 fn prepare() -> Result<(), String> {
     // A program that defines `malloc` itself never calls ours.
     let next = next::look_up(libc::RTLD_NEXT, c"malloc");
-    if next != __libc_malloc as *mut c_void {
+    if !code::is_c_library(next as usize) {
         return Err("the program has an allocator of its own, which serves them".to_owned());
     }
     make_alive()
@@ -154,13 +154,7 @@ pub(crate) unsafe fn remove(block: *mut c_void) {
 
 /// Counts `bytes` more. Returns true if there are enough.
 fn count(bytes: isize) -> bool {
-    let counted = COUNTED.get() + bytes;
-    if counted.abs() < COUNTED_ALONE_BYTES {
-        COUNTED.set(counted);
-        return false;
-    }
-    COUNTED.set(0);
-    let live = LIVE_BYTES.fetch_add(counted, Ordering::Relaxed) + counted;
+    let live = LIVE_BYTES.fetch_add(bytes, Ordering::Relaxed) + bytes;
     live > LIMIT_BYTES.load(Ordering::Relaxed) && is_alive()
 }
 
@@ -188,6 +182,11 @@ pub(crate) fn stay_local() {
 pub(crate) fn postpone() {
     let twice = LIVE_BYTES.load(Ordering::Relaxed).saturating_mul(2);
     LIMIT_BYTES.fetch_max(twice, Ordering::Relaxed);
+}
+
+/// Returns the number of arenas that threads share.
+pub(crate) fn arenas() -> usize {
+    ARENAS.load(Ordering::Relaxed)
 }
 
 /// True if jemalloc has begun to serve small requests.

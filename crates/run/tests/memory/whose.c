@@ -11,6 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/wait.h>
+#include <time.h>
 #include <unistd.h>
 
 extern char **environ;
@@ -111,12 +112,14 @@ int main(void) {
     }
     posix_spawn_file_actions_destroy(actions), posix_spawnattr_destroy(attributes);
 
-    /* Memory that was used before is zeros again. Some has been discarded meanwhile. */
-    for (int round = 0; round < 200; round++) {
+    /* Memory that was used before is zeros again. Some has been discarded meanwhile: jemalloc begins
+     * to when memory has been free for a part of ten seconds. */
+    time_t since = time(NULL);
+    for (int round = 0; round < 200 || time(NULL) - since < 4; round++) {
         unsigned char *used[20];
         size_t sizes[20];
         for (int i = 0; i < 20; i++) {
-            sizes[i] = 3000 + round * i * 977 % 100000;
+            sizes[i] = 3000 + round % 200 * i * 977 % 100000;
             memset(used[i] = malloc(sizes[i]), 255, sizes[i]);
         }
         for (int i = 0; i < 20; i++)
@@ -129,6 +132,14 @@ int main(void) {
         for (int i = 0; i < 20; i++)
             free(used[i]);
     }
+    static unsigned char *zeros[700];
+    for (int i = 0; i < 700; i++) {
+        zeros[i] = calloc(1, 60000);
+        for (size_t at = 0; at < 60000; at++)
+            expect(!zeros[i][at], 17);
+    }
+    for (int i = 0; i < 700; i++)
+        free(zeros[i]);
 
     pthread_key_create(&last, end);
     for (int i = 0; i < 16; i++) {
