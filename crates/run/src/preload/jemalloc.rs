@@ -98,8 +98,8 @@ fn make(call: impl FnOnce() -> *mut c_void) -> Option<NonNull<c_void>> {
 static PAUSED: AtomicUsize = AtomicUsize::new(0);
 /// Requests of the next pause, which are twice those of the pause before.
 static NEXT_PAUSE: AtomicUsize = AtomicUsize::new(1);
-/// Most requests of a pause: the search costs little among as many, and an arena that has room again
-/// is soon used.
+/// Most requests of a pause: the search costs little among as many, and an arena that has room
+/// again is soon used.
 const PAUSE_MAX: usize = 1 << 14;
 
 /// True if a request is one of a pause.

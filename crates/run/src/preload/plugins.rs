@@ -3,9 +3,9 @@
 //! The rule it keeps: only one allocator is used. With `RTLD_DEEPBIND` a library would find the C
 //! library's `free` before ours and give it memory of the arena. The flag is left out, with a line.
 //! A look-up that would give the C library's allocator gives ours: by a handle on the C library, or
-//! by `RTLD_NEXT` in a library behind ours. It does so only where no library stands between ours and
-//! the C library: such a library takes the C library's function to call it, and ours would call the
-//! library again.
+//! by `RTLD_NEXT` in a library behind ours. It does so only where no library stands between ours
+//! and the C library: such a library takes the C library's function to call it, and ours would call
+//! the library again.
 
 use std::{
     ffi::{CStr, c_char, c_int, c_void},
@@ -87,8 +87,8 @@ pub(crate) unsafe extern "C" fn dlsym(handle: *mut c_void, name: *const c_char) 
     )
 }
 
-/// Returns the function that looks `name` up by `handle` for a caller at an address; null during its
-/// own look-up.
+/// Returns the function that looks `name` up by `handle` for a caller at an address; null during
+/// its own look-up.
 unsafe extern "C" fn by(handle: *mut c_void, name: *const c_char, caller: usize) -> *mut c_void {
     // SAFETY: the program's promise.
     let is_ours = || ours(unsafe { CStr::from_ptr(name) }).is_some();

@@ -112,8 +112,8 @@ int main(void) {
     }
     posix_spawn_file_actions_destroy(actions), posix_spawnattr_destroy(attributes);
 
-    /* Memory that was used before is zeros again. Some has been discarded meanwhile: jemalloc begins
-     * to when memory has been free for a part of ten seconds. */
+    /* Memory that was used before is zeros again. Some has been discarded meanwhile: jemalloc
+     * begins to when memory has been free for a part of ten seconds. */
     time_t since = time(NULL);
     for (int round = 0; round < 200 || time(NULL) - since < 4; round++) {
         unsigned char *used[20];
