@@ -233,7 +233,9 @@ for i in range(0, len(b), 4096): b[i] = 1
                 said(stats, " in the arena") >= 20 * MIB,
                 "{ending}: {stats}"
             );
-            let lines = stats.lines().filter(|line| line.contains(" in the arena"));
+            let lines = stats
+                .lines()
+                .filter(|line| line.contains(" of it in local memory"));
             assert_eq!(lines.count(), 1, "{ending}: {stats}");
         });
     }
