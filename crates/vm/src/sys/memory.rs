@@ -51,8 +51,8 @@ const APART: Range<usize> = match cfg!(target_arch = "x86_64") {
 const PLACES_TRIED: usize = 8;
 
 /// Reserves memory as [`reserve`] does, [apart](APART) if there is room. A process made by a raw
-/// `clone` has nothing at the memory's addresses: the kernel would choose them for its mappings.
-/// It does so for memory that finds no room apart.
+/// `clone` has nothing at the memory's addresses, where the kernel places that process's mappings
+/// if they are not apart.
 pub(crate) fn reserve_apart(len: usize, align: usize, backing: Backing) -> nix::Result<usize> {
     let starts = APART.len().saturating_sub(len.saturating_add(align));
     let tries = if starts > 0 { PLACES_TRIED } else { 0 };
