@@ -317,11 +317,12 @@ fn eviction_counts_the_evictors_time_by_clean_pages() {
 #[test]
 fn sparse_counts_the_memory_beside_the_pages() {
     let runs = ["sparse --size 1GiB --budget 4MiB --touches 1024", "sparse"];
-    let figures = "/us_per_sparse_page /metadata_bytes";
-    if let Some(report) = reports(&runs, figures).first() {
-        // A thousandth of the region, and what one run may show by chance.
+    // Frames on their way at either moment are a part of `metadata_bytes`: a small region's own
+    // figure may be less than these, and then it is zero.
+    for (report, most_mb) in reports(&runs, "/us_per_sparse_page").iter().zip([1.5, 1.0]) {
+        // A thousandth of the larger region, and what one run may show by chance.
         let bytes = report["metadata_bytes"].as_f64().unwrap();
-        assert!(bytes < 1.5 * f64::from(1 << 20), "{report}");
+        assert!(bytes < most_mb * f64::from(1 << 20), "{report}");
     }
 }
 
