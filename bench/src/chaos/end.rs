@@ -63,6 +63,7 @@ pub(super) fn act(
                 );
                 end.failed_pages += 1;
                 end.error_s_max = end.error_s_max.max(took.as_secs_f64());
+                eprintln!("page {page}: {error}");
                 end.error.get_or_insert(error);
             }
         }

@@ -57,6 +57,9 @@ impl Kind {
             Self::KillInSealing if !matches!(redundancy, Redundancy::Parity { .. }) => {
                 Some("pages get parity only with --redundancy parity=k+m")
             }
+            Self::KillInRebuild if matches!(redundancy, Redundancy::Parity { parity: 1, .. }) => {
+                Some("one parity outlives one death, and the first one is not healed yet")
+            }
             Self::Flip if has_tiers => Some("with --memory, pages may be compressed or on a disk"),
             _ => None,
         }

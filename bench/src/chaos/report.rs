@@ -136,7 +136,6 @@ impl Report {
                 "{right_pages} pages right, {failed_pages} an error, after {error_s_max:.1} s at most"
             );
             rows.push(("at the end", format!("{killed} servers killed: {pages}")));
-            rows.extend(end.error.clone().map(|error| ("an error", error)));
         }
         let run = run_table(self.benchmark, self.verified, rows);
         format!("{table}\n{run}")
