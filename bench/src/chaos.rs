@@ -263,6 +263,7 @@ fn inject(
     random: &mut Random,
 ) -> Result<(Vec<Event>, Faults)> {
     let work = scene.work;
+    scene.wait_for_pages(options.size_bytes())?;
     work.measure();
     let quiet = Faults::of(&work.faults()?);
     let until = Instant::now() + Duration::from_secs_f64(60.0 * options.minutes);

@@ -22,7 +22,7 @@ fn survives(kinds: &str, args: &str) -> Option<Value> {
     let happened: Vec<_> = events.map(|event| text(&event["kind"])).collect();
     assert_eq!(happened.join(","), kinds);
     for event in list(&report, "/events") {
-        assert_positive(event, "/checked /healed_s");
+        assert_positive(event, "/checked /fault_us/max");
         // The one that dies in a drain may be new, and empty.
         let has_lost =
             ["kill", "kill-in-rebuild", "kill-in-sealing"].contains(&text(&event["kind"]));

@@ -10,7 +10,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, ensure};
-use farpage::{Runtime, StoreStatsSnapshot};
+use farpage::{ByteSize, Runtime, StoreStatsSnapshot};
 use farpage_bench_kit::{options::Fabric, pick::Random};
 
 use super::{
@@ -88,6 +88,13 @@ impl Scene<'_> {
             checked: self.work.checked() - checked,
             repaired_bytes: self.repaired() - repaired_before,
         }))
+    }
+
+    /// Waits until all words were written, and a part of their pages has parity if pages get it.
+    pub(super) fn wait_for_pages(&self, bytes: u64) -> Result<()> {
+        let sealed_min = if self.has_parity { bytes / 4 } else { 0 };
+        self.wait(|store| self.work.is_filled() && store.sealed_bytes >= sealed_min)
+            .context("pages are not written, or get no parity")
     }
 
     fn begin(&mut self, kind: Kind, random: &mut Random) -> Result<Option<Begun>> {
@@ -204,7 +211,8 @@ impl Scene<'_> {
                 self.add()?;
                 let at = self.work.measure();
                 let drained = self.runtime.drain_server(&url);
-                drained.with_context(|| format!("{url} cannot be emptied"))?;
+                let drained = drained.with_context(|| format!("{url} cannot be emptied"))?;
+                eprintln!("{} moved from {url}", ByteSize(drained.moved_bytes));
                 self.servers.remove(&url);
                 Begun {
                     at,

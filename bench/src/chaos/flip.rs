@@ -1,7 +1,7 @@
 //! Bits that flip in a server's memory, in bytes of a page that a fill will read.
 //!
-//! The rule it keeps: no damage stays behind. A copy that no fill reads first is put right again: it
-//! would count as damaged, and be missing, only when the others have died.
+//! The rule it keeps: no damage stays behind. A copy that no fill reads first is put right again:
+//! it would count as damaged, and be missing, only when the others have died.
 
 use std::{
     collections::HashSet,

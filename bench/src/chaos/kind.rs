@@ -22,7 +22,7 @@ pub(super) enum Kind {
     LongStop,
     /// All connections of a server end by RST, and new ones are served
     Cut,
-    /// The same, and new connections are refused for more than three seconds
+    /// All connections of a server end by RST, and none is served for more than three seconds
     Unplug,
     /// All packets from and to a server are lost, for less than three seconds
     ShortLoss,

@@ -1,8 +1,8 @@
-//! [`Servers`]: the memory servers of a run, each a process of its own, with a relay before it where
-//! links are to fail.
+//! [`Servers`]: the memory servers of a run, each a process of its own, with a relay before it
+//! where links are to fail.
 //!
-//! The rule it keeps: a server that is stopped or cut off goes on at the end of what was done to it,
-//! so that it notices the end of the benchmark.
+//! The rule it keeps: a server that was stopped goes on in the end, so that it notices the end of
+//! the benchmark.
 
 use std::{fs, path::PathBuf};
 

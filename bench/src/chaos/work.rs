@@ -9,7 +9,7 @@ use std::{
     ops::Range,
     sync::{
         Mutex,
-        atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed},
     },
     thread,
     time::{Duration, Instant},
@@ -40,13 +40,15 @@ const PART_TIME: Duration = Duration::from_secs(10);
 /// Upper bound of the time that an access may take: far beyond the runtime's deadline.
 const STUCK_AFTER: Duration = Duration::from_secs(60);
 
-/// What both threads and their observer share.
+/// State that both threads and their observer share.
 pub(super) struct Work {
     began: Instant,
     stop: AtomicBool,
     /// True while all words are written to, and not only those of one part.
     everywhere: AtomicBool,
     wrong: AtomicU64,
+    /// Number of threads that have written all of their words once.
+    filled: AtomicUsize,
     /// Number of words that each thread has checked.
     checked: [AtomicU64; THREADS],
     measured: Mutex<Measured>,
@@ -68,6 +70,7 @@ impl Work {
             stop: AtomicBool::new(false),
             everywhere: AtomicBool::new(everywhere),
             wrong: AtomicU64::new(0),
+            filled: AtomicUsize::new(0),
             checked: Default::default(),
             measured: Mutex::new(Measured {
                 from: began,
@@ -121,6 +124,11 @@ impl Work {
         self.wrong.fetch_add(words, Relaxed);
     }
 
+    /// True once all words were written.
+    pub(super) fn is_filled(&self) -> bool {
+        self.filled.load(Relaxed) == THREADS
+    }
+
     /// Returns the number of words that were checked.
     pub(super) fn checked(&self) -> u64 {
         self.checked.iter().map(|thread| thread.load(Relaxed)).sum()
@@ -160,11 +168,13 @@ impl Work {
         Ok(lock().faults_ns.clone())
     }
 
-    /// Writes to words of `part`, and compares each with a plain array, until it is stopped or a
-    /// word is wrong. Then compares all. Returns the plain array.
+    /// Writes all words of `part`. Then writes to some again, and compares each with a plain array,
+    /// until it is stopped or a word is wrong. Then compares all. Returns the plain array.
     pub(super) fn write(&self, part: &mut [u64], thread: usize, seed: u64) -> Vec<u64> {
         let mut random = Random(mix(seed ^ thread as u64));
-        let mut plain = vec![0; part.len()];
+        let mut plain: Vec<u64> = (0..part.len()).map(|_| random.bits()).collect();
+        part.copy_from_slice(&plain);
+        self.filled.fetch_add(1, Relaxed);
         let (mut at, mut is_right) = (0, true);
         while is_right && !self.stop.load(Relaxed) {
             let written = self.written(part.len());
