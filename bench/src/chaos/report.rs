@@ -36,7 +36,7 @@ pub(super) struct Event {
     pub(super) at_s: f64,
     /// Time from the event until all copies were there again.
     pub(super) healed_s: f64,
-    /// Faults that began in the second after the event.
+    /// Faults that were under way in the second after the event.
     pub(super) fault_us: Faults,
     /// Words that were checked from the event until all copies were there again.
     pub(super) checked: u64,

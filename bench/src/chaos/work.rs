@@ -2,7 +2,7 @@
 //! in order, as STREAM does, and one accesses them at random.
 //!
 //! The rule it keeps: a word is compared with a plain array each time before it is written, and a
-//! fault counts for the second in which it began, whenever it ends.
+//! fault counts for the second in which it is under way, whenever it ends.
 
 use std::{
     hint::black_box,
@@ -56,7 +56,7 @@ pub(super) struct Work {
     last_lack: Mutex<Instant>,
 }
 
-/// Faults that began within a second.
+/// Faults that were under way within a second.
 struct Measured {
     from: Instant,
     faults_ns: Histogram<u64>,
@@ -223,15 +223,15 @@ impl Work {
         bound(part)..bound(part + 1)
     }
 
-    /// Counts an access that began at `begin`, if it was a fault of the measured second.
+    /// Counts an access that began at `begin`, if it was a fault in the measured second: also one
+    /// that had begun before, and was caught by the event.
     fn note(&self, begin: Instant) {
         let ns = begin.elapsed().as_nanos() as u64;
         if ns < FAULT_NS_MIN {
             return;
         }
         let mut measured = self.measured.lock().expect("nothing panics under it");
-        let since = begin.checked_duration_since(measured.from);
-        if since.is_some_and(|since| since < MEASURED) {
+        if begin < measured.from + MEASURED {
             measured.faults_ns.saturating_record(ns);
         }
     }
