@@ -101,12 +101,14 @@ pub(crate) enum Command {
     /// status 1: a client saw or changed bytes of another, or the server died. The report says if
     /// the victim's faults met their target. Takes some minutes.
     Hostile(HostileOptions),
-    /// Servers that are killed, stopped, added and drained at random moments, beside a program that
-    /// checks each word
+    /// Servers that die, stall, are cut off, fall silent, are drained and forget bits at random
+    /// moments, beside a program that checks each word
     ///
-    /// Three servers, copies of each page, a quarter of the array in local memory. The report has
-    /// the fault times of the second after each event. Exit status 1: a word was wrong. A page that
-    /// is lost ends the program by SIGBUS.
+    /// Three servers or more, copies or parity of each page, a quarter of the array in local
+    /// memory. One thread goes through its words in order, one accesses them at random. Each event
+    /// begins once all copies are there again. The report has the fault times of the second after
+    /// each event. Exit status 1: a word was wrong, or copies were not made again. A page that is
+    /// lost ends the program by SIGBUS.
     Chaos(ChaosOptions),
     /// Codecs by themselves: ratio and CPU time, page by page, of farpage's codecs, DEFLATE and
     /// plain LZ4

@@ -50,22 +50,6 @@ fn assert_paged(report: &Value) {
 }
 
 #[test]
-fn servers_are_killed_stopped_added_and_drained_and_every_word_is_right() {
-    for report in reports(&["chaos"], "/accesses") {
-        let events = report["events"].as_array().expect("events");
-        let kinds: Vec<_> = events.iter().map(|event| &event["kind"]).collect();
-        assert_eq!(kinds, ["kill", "short_stop", "long_stop", "drain"]);
-        for event in events {
-            assert!(event["fault_us"]["samples"].is_u64(), "{report}");
-        }
-        assert_positive(
-            &report,
-            "/quiet_fault_us/samples /failovers /repaired_bytes",
-        );
-    }
-}
-
-#[test]
 fn hostile_requests_of_every_kind_are_sent_and_a_victim_beside_them_keeps_every_word() {
     for report in reports(&["hostile"], "/fault_p99_ratio") {
         for arm in ["attacked", "beside_burner"] {

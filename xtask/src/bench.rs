@@ -11,7 +11,7 @@ use anyhow::Result;
 use crate::children;
 
 /// Test programs that together run every benchmark.
-const PROGRAMS: [&str; 4] = ["cli", "apps", "figures", "umap"];
+const PROGRAMS: [&str; 5] = ["cli", "apps", "chaos", "figures", "umap"];
 
 /// Runs the command `cargo xtask bench --smoke`.
 ///

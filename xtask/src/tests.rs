@@ -27,9 +27,10 @@ use crate::{
 
 /// Test programs that take longest, the longest first: they begin first, so that none is alone at
 /// the end.
-const LONG: [&str; 19] = [
+const LONG: [&str; 20] = [
     "crates/farpage fork_budget",
     "crates/run in_thread",
+    "bench chaos",
     "bench umap",
     "bench cli",
     "crates/capi examples",
@@ -54,8 +55,9 @@ const ALONE: [&str; 0] = [];
 
 /// Test programs that `--quick` leaves out: the slowest, except for the own tests of `pager` and
 /// `store`.
-const NOT_QUICK: [&str; 20] = [
+const NOT_QUICK: [&str; 21] = [
     "bench apps",
+    "bench chaos",
     "bench cli",
     "bench figures",
     "bench train_aggregators",

@@ -11,7 +11,7 @@ use farpage::{Advice, ByteSize, Pod, RegionOptions, RemoteArray, Runtime, Stats}
 use farpage_wire::Endpoint;
 
 use crate::{
-    options::{FaultMode, Paging},
+    options::Paging,
     paging::PagingFigures,
     raw,
     report::Config,
@@ -71,16 +71,13 @@ impl<'a> Arena<'a> {
         let capacity_bytes = capacity_bytes.saturating_add(256 << 20);
         let server = MemoryServer::start(&common.at, capacity_bytes)?;
         let others = (1..paging.redundancy.servers())
-            .map(|number| MemoryServer::another(common.at.fabric, capacity_bytes, number))
+            .map(|number| MemoryServer::another(common.at.fabric, capacity_bytes, number, None))
             .collect::<Result<Vec<_>>>()?;
         let mut builder = Runtime::builder()
             .server(server.endpoint().to_string())
             .budget(ByteSize::b(paging.budget_bytes()))
             .page_size(common.page_size)
-            .fault_mode(match paging.fault_mode {
-                FaultMode::Filler => farpage::FaultMode::Filler,
-                FaultMode::InThread => farpage::FaultMode::InThread,
-            })
+            .fault_mode(paging.fault_mode.into())
             .codec(paging.codec)
             .redundancy(paging.redundancy);
         for other in &others {

@@ -263,6 +263,15 @@ pub enum FaultMode {
     InThread,
 }
 
+impl From<FaultMode> for farpage::FaultMode {
+    fn from(mode: FaultMode) -> Self {
+        match mode {
+            FaultMode::Filler => Self::Filler,
+            FaultMode::InThread => Self::InThread,
+        }
+    }
+}
+
 impl fmt::Display for Fabric {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&name_of(self))

@@ -74,10 +74,16 @@ impl MemoryServer {
     }
 
     /// Starts a server that has copies of the pages of one of [`Self::own`], as the `number`-th
-    /// beside it.
-    pub fn another(fabric: Fabric, capacity_bytes: u64, number: usize) -> Result<Self> {
+    /// beside it. With `tiers` it holds only as many bytes in memory; the rest goes to a file in
+    /// that directory.
+    pub fn another(
+        fabric: Fabric,
+        capacity_bytes: u64,
+        number: usize,
+        tiers: Option<(u64, &Path)>,
+    ) -> Result<Self> {
         let listen = own_endpoint(fabric, &format!("server-{number}"))?;
-        Self::spawn(this_program()?, &listen, capacity_bytes, None)
+        Self::spawn(this_program()?, &listen, capacity_bytes, tiers)
     }
 
     /// Starts a server of our own that lends `capacity_bytes` but holds only `memory_bytes`; the

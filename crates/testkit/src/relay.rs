@@ -39,6 +39,7 @@ pub struct Relay {
     lines: Arc<Mutex<Vec<Weak<Line>>>>,
     accepted: Arc<AtomicUsize>,
     refuses: Arc<AtomicBool>,
+    holds: Arc<AtomicBool>,
     over: Arc<AtomicBool>,
     listener: Option<JoinHandle<()>>,
 }
@@ -54,7 +55,8 @@ impl Relay {
         let (accepted, over) = (Arc::<AtomicUsize>::default(), Arc::<AtomicBool>::default());
         let (lines2, accepted2, over2) = (lines.clone(), accepted.clone(), over.clone());
         let refuses = Arc::<AtomicBool>::default();
-        let refuses2 = refuses.clone();
+        let holds = Arc::<AtomicBool>::default();
+        let (refuses2, holds2) = (refuses.clone(), holds.clone());
         let listen = move || {
             while !over2.load(Ordering::Relaxed) {
                 match listener.accept() {
@@ -65,7 +67,10 @@ impl Relay {
                         }
                         // A server that is gone refuses connections, and so does the relay.
                         if let Ok(upstream) = TcpStream::connect(&server) {
-                            lines2.lock().unwrap().push(forward(client, upstream));
+                            let line = forward(client, upstream, &holds2);
+                            let mut lines = lines2.lock().unwrap();
+                            lines.retain(|line| line.strong_count() > 0);
+                            lines.push(line);
                         }
                     }
                     Err(_) => thread::sleep(Duration::from_millis(1)),
@@ -77,6 +82,7 @@ impl Relay {
             lines,
             accepted,
             refuses,
+            holds,
             over,
             listener: Some(thread::spawn(listen)),
         }
@@ -91,6 +97,12 @@ impl Relay {
     /// served.
     pub fn silence(&self) {
         self.turn_to(SILENT);
+    }
+
+    /// Holds all bytes back, also those of new connections, as a network that loses each packet
+    /// does; or lets them pass, in order and whole.
+    pub fn hold(&self, holds: bool) {
+        self.holds.store(holds, Ordering::Relaxed);
     }
 
     /// Closes each new connection at once, or serves new ones again.
@@ -130,7 +142,7 @@ impl Drop for Relay {
 }
 
 /// Starts a thread for each direction of a connection.
-fn forward(client: TcpStream, upstream: TcpStream) -> Weak<Line> {
+fn forward(client: TcpStream, upstream: TcpStream, holds: &Arc<AtomicBool>) -> Weak<Line> {
     for side in [&client, &upstream] {
         side.set_nonblocking(false).unwrap();
         side.set_nodelay(true).unwrap();
@@ -143,19 +155,20 @@ fn forward(client: TcpStream, upstream: TcpStream) -> Weak<Line> {
         upstream,
     });
     let (up, down) = (line.clone(), line.clone());
-    thread::spawn(move || pump(&up.client, &up.upstream, &up.state));
-    thread::spawn(move || pump(&down.upstream, &down.client, &down.state));
+    let (holds_up, holds_down) = (holds.clone(), holds.clone());
+    thread::spawn(move || pump(&up.client, &up.upstream, &up.state, &holds_up));
+    thread::spawn(move || pump(&down.upstream, &down.client, &down.state, &holds_down));
     Arc::downgrade(&line)
 }
 
 /// Forwards one direction.
-fn pump(mut from: &TcpStream, mut to: &TcpStream, state: &AtomicU8) {
+fn pump(mut from: &TcpStream, mut to: &TcpStream, state: &AtomicU8, holds: &AtomicBool) {
     let mut buf = vec![0; 64 << 10];
     let (mut filled, mut sent) = (0, 0);
     loop {
         match state.load(Ordering::Relaxed) {
-            FORWARDS => {}
-            SILENT => {
+            FORWARDS if !holds.load(Ordering::Relaxed) => {}
+            FORWARDS | SILENT => {
                 thread::sleep(LOOK);
                 continue;
             }
