@@ -211,6 +211,14 @@ pub struct ServeArgs {
         env = "FARPAGE_MEMSERVER_CONNECTIONS_PER_CLIENT"
     )]
     pub connections_per_client: Option<usize>,
+    /// Descriptor of the state of an earlier process, which this one takes over from.
+    #[arg(long, value_name = "DESCRIPTOR", hide = true)]
+    #[serde(skip)]
+    pub take_over: Option<i32>,
+    /// Ends once everything is found to be there that taking over needs.
+    #[arg(long, hide = true, requires = "take_over")]
+    #[serde(skip)]
+    pub rehearse: bool,
     /// Format of log lines in the file. The flag is one of every command: see [`LogArgs`].
     #[arg(skip)]
     pub log: Option<LogFormat>,

@@ -18,11 +18,13 @@
 pub mod config;
 mod descriptors;
 mod durable;
+mod handover;
 mod server;
 mod state;
 mod tier;
 
 pub use durable::PersistError;
 pub use farpage_fabric::server::SocketAccess;
-pub use server::{RunningServer, Server, StartError, TiersError};
+pub use handover::{Handover, HandoverError, Successor};
+pub use server::{RunningServer, Server, StartError, TiersError, take_signals};
 pub use state::{Limits, State};

@@ -24,18 +24,19 @@ use bytesize::ByteSize;
 use clap::Parser;
 use farpage_fabric::{SessionOptions, Visit, key::Key};
 use farpage_memserver::{
-    Server,
+    Handover, Server, Successor,
     config::{
         Cli, Command, Config, ConfigError, KeyArgs, LogArgs, LogFormat, NamesArgs, RemoveArgs,
         ServeArgs, StatArgs, available_bytes,
     },
+    take_signals,
 };
 use farpage_wire::{
     ClientStat, Durability, Endpoint, NamedRegion, PersistStat, ServerStat, ShareStat, TierStat,
     check_environment,
 };
 use signal_hook::{
-    consts::{SIGHUP, SIGINT, SIGTERM},
+    consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR2},
     flag,
     iterator::Signals,
 };
@@ -71,19 +72,43 @@ fn run(cli: &Cli) -> anyhow::Result<()> {
 
 fn serve(flags: &ServeArgs, log: &LogArgs) -> anyhow::Result<()> {
     let config = Config::settle(flags, log)?;
+    let handed = flags.take_over.map(Handover::inherit).transpose()?;
+    if flags.rehearse
+        && let Some(handed) = handed
+    {
+        return Ok(Server::from(config).rehearse(handed)?);
+    }
+    let successor = Successor::of_this_process();
     // The guard writes waiting lines at the end.
     let (writer, _guard) = LogWriter::stderr();
     start_log(config.log, &config.log_level, writer.clone())?;
     (writer.say_what_is_dropped()).context("cannot start the log's thread")?;
     // Before anything is bound: a signal that comes early must drain, too. Nobody is served while
     // names are loaded, which takes long: a signal then stops at once.
-    let stopping = Arc::new(AtomicBool::new(config.persist.is_some()));
+    let loads = config.persist.is_some() && handed.is_none();
+    let stopping = Arc::new(AtomicBool::new(loads));
     let mut signals = stop_signals(&stopping)
-        .context("cannot install the handlers of SIGTERM, SIGINT and SIGHUP")?;
+        .context("cannot install the handlers of SIGTERM, SIGINT, SIGHUP and SIGUSR2")?;
+    take_signals().context("cannot let signals come")?;
     say_capacity(&config);
-    let running = Server::from(config.clone()).start()?;
+    let server = Server::from(config.clone());
+    let mut running = match handed {
+        Some(handed) => server.take_over(handed)?,
+        None => server.start()?,
+    };
     stopping.store(false, Ordering::Relaxed);
-    let signal = signals.forever().find(|&signal| asks_to_stop(signal));
+    let signal = loop {
+        match signals.forever().next() {
+            Some(SIGHUP) => {
+                warn!("SIGHUP: serving on, since clients' memory would be lost; SIGTERM drains");
+            }
+            Some(SIGUSR2) => {
+                let failed = running.restart(&successor);
+                warn!("SIGUSR2: {failed}");
+            }
+            signal => break signal,
+        }
+    };
     match config.drain_timeout.is_zero() {
         true => info!(
             signal,
@@ -111,15 +136,7 @@ fn stop_signals(stopping: &Arc<AtomicBool>) -> std::io::Result<Signals> {
         flag::register_conditional_shutdown(signal, 128 + signal, stopping.clone())?;
         flag::register(signal, stopping.clone())?;
     }
-    Signals::new([SIGTERM, SIGINT, SIGHUP])
-}
-
-/// True if `signal` asks the server to stop. Logs SIGHUP, which does not.
-fn asks_to_stop(signal: i32) -> bool {
-    if signal == SIGHUP {
-        warn!("SIGHUP: serving on, since clients' memory would be lost; SIGTERM drains");
-    }
-    signal != SIGHUP
+    Signals::new([SIGTERM, SIGINT, SIGHUP, SIGUSR2])
 }
 
 fn say_capacity(config: &Config) {

@@ -12,9 +12,11 @@ use std::{
 
 use farpage_wire::ServerStat;
 use nix::sys::eventfd::{EfdFlags, EventFd};
+use parking_lot::Mutex;
 
 use super::{
     frames::RequestBudget,
+    kept::KeptConnection,
     lines::Lines,
     places::{ConnectionLimits, ConnectionPlaces},
     traffic::ServerTraffic,
@@ -58,6 +60,12 @@ pub struct Service {
     pub(super) places: Arc<ConnectionPlaces>,
     pub(super) limits: ConnectionLimits,
     pub(super) accepted: AtomicU64,
+    /// True once the server's process is to be replaced. Set before the shutdown begins.
+    pub(super) hands_over: AtomicBool,
+    /// True once a connection's thread did not end in time.
+    pub(super) unsettled: AtomicBool,
+    /// Control connections that go on in the next process.
+    pub(super) kept: Mutex<Vec<KeptConnection>>,
     pub(crate) exchange: Exchange,
 }
 
@@ -78,6 +86,9 @@ impl Service {
             places: ConnectionPlaces::new(limits),
             limits,
             accepted: AtomicU64::new(0),
+            hands_over: AtomicBool::new(false),
+            unsettled: AtomicBool::new(false),
+            kept: Mutex::default(),
             exchange: Exchange::default(),
         })
     }
