@@ -17,8 +17,10 @@ mod successor;
 
 pub(crate) use self::{
     format::{
-        HandedBooks, HandedConnection, HandedDurable, HandedExtent, HandedGiven, HandedListener,
-        HandedName, HandedRetained, HandedServer, HandedSession, HandedVersion, HandedView,
+        HandedBooks, HandedChunk, HandedConnection, HandedDurable, HandedExtent, HandedFigures,
+        HandedGiven, HandedListener, HandedName, HandedPlace, HandedPool, HandedRetained,
+        HandedServer, HandedSession, HandedSlots, HandedTier, HandedTiered, HandedVersion,
+        HandedView,
     },
     received::Descriptors,
     successor::{Carried, let_all_inherit, seal},

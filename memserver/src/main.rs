@@ -103,6 +103,7 @@ fn serve(flags: &ServeArgs, log: &LogArgs) -> anyhow::Result<()> {
                 warn!("SIGHUP: serving on, since clients' memory would be lost; SIGTERM drains");
             }
             Some(SIGUSR2) => {
+                info!("restarting");
                 let failed = running.restart(&successor);
                 warn!("SIGUSR2: {failed}");
             }

@@ -34,7 +34,7 @@ use crate::{
 };
 
 pub use self::handing::take_signals;
-use self::handing::{divide, take_durable};
+use self::handing::{divide, take_durable, take_tier};
 
 farpage_wire::debug_as_display!(StartError, TiersError);
 
@@ -303,15 +303,13 @@ impl Server {
             self.spill.is_some(),
             !self.weights.is_empty(),
         )?;
-        if let (Some(_), Some(spill)) = (&handed, &self.spill) {
-            return Err(HandoverError::Setting {
-                setting: "--spill",
-                before: "none".to_owned(),
-                now: spill.display().to_string(),
-            }
-            .into());
-        }
         let (tier, evictors) = match (self.memory_bytes, &self.spill) {
+            (Some(memory_bytes), Some(directory)) if let Some(handed) = &mut handed => {
+                let bytes = (memory_bytes, self.capacity_bytes);
+                let tier = take_tier(handed, bytes, directory, self.weights)?;
+                // Started when all chunks are known.
+                (Some(tier), None)
+            }
             (Some(memory_bytes), Some(directory)) => {
                 let failed = |source| StartError::Spill {
                     directory: directory.clone(),
@@ -349,7 +347,7 @@ impl Server {
                     Some(listener) => listener,
                     None => Listener::bind(endpoint, self.access)?,
                 };
-                if evictors.is_some() {
+                if tier.is_some() {
                     listener.check_paging()?;
                 }
                 Ok(listener)
@@ -375,7 +373,20 @@ impl Server {
                 kept = handed.connections()?;
                 let [read_bytes, written_bytes] = handed.server.traffic;
                 traffic.count(read_bytes, written_bytes);
-                state.take_over(handed.server.books, &mut handed.descriptors)?;
+                let server = &mut handed.server;
+                if let (None, Some(tier)) = (state.tier(), &server.tier) {
+                    return Err(HandoverError::Setting {
+                        setting: "--spill",
+                        before: tier.directory.clone(),
+                        now: "none".to_owned(),
+                    }
+                    .into());
+                }
+                let tiered = server
+                    .tier
+                    .take()
+                    .map_or_else(Vec::new, |tier| tier.extents);
+                state.take_over(handed.server.books, tiered, &mut handed.descriptors)?;
                 let durable = handed.server.durable;
                 let persist = self.persist.as_ref();
                 state.set_durable(take_durable(durable, persist, &mut handed.descriptors)?);
@@ -566,6 +577,9 @@ impl RunningServer {
         listeners: Vec<Listener>,
         kept: Vec<KeptConnection>,
     ) -> io::Result<()> {
+        if let (Some(tier), None) = (self.state.tier(), &self.evictors) {
+            self.evictors = Some(tier.evict()?);
+        }
         self.spawn_reaper(self.look_every)?;
         if self.state.has_jobs() {
             self.spawn_writer()?;

@@ -104,6 +104,11 @@ impl State {
         self.durable = durable;
     }
 
+    /// Returns the mover of chunks, if there is one.
+    pub(crate) fn tier(&self) -> Option<&Arc<Tier>> {
+        self.tier.as_ref()
+    }
+
     /// Returns the writer of published names, if they are kept on a disk.
     pub(crate) fn durable(&self) -> Option<&DurableNames> {
         self.durable.as_ref()

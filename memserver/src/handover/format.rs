@@ -30,6 +30,7 @@ pub(crate) struct HandedServer {
     pub(crate) traffic: [u64; 2],
     pub(crate) books: HandedBooks,
     pub(crate) durable: Option<HandedDurable>,
+    pub(crate) tier: Option<HandedTier>,
 }
 
 /// A listening socket.
@@ -170,6 +171,83 @@ pub(crate) struct HandedDurable {
     pub(crate) broken: Option<String>,
 }
 
+/// What a server has outside of its memory, and its counts.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+pub(crate) struct HandedTier {
+    pub(crate) memory_bytes: u64,
+    pub(crate) spill_bytes: u64,
+    pub(crate) directory: String,
+    /// The spill file.
+    pub(crate) disk: u32,
+    pub(crate) slots: HandedSlots,
+    pub(crate) pool: HandedPool,
+    pub(crate) figures: HandedFigures,
+    pub(crate) extents: Vec<HandedTiered>,
+}
+
+/// Slots of the spill file that hold nothing.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+pub(crate) struct HandedSlots {
+    pub(crate) fresh: u32,
+    pub(crate) free: Vec<u32>,
+    pub(crate) failed: Vec<u32>,
+    pub(crate) suspect: Vec<u32>,
+}
+
+/// Cells of the pool. Chunks say which they begin in.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+pub(crate) struct HandedPool {
+    pub(crate) memory: u32,
+    pub(crate) next: Vec<u32>,
+    pub(crate) free: Vec<u32>,
+    pub(crate) hollow: Vec<u32>,
+    pub(crate) used: u64,
+}
+
+#[derive(Clone, Debug, Deserialize, Serialize)]
+pub(crate) struct HandedFigures {
+    pub(crate) evictions: u64,
+    pub(crate) forced_seals: u64,
+    pub(crate) stray_bytes: u64,
+    pub(crate) no_room: u64,
+    pub(crate) spill_errors: u64,
+    pub(crate) ticks: u32,
+    /// Durations of fetches, each with its number.
+    pub(crate) fetches: Vec<(u64, u64)>,
+}
+
+/// Places of an extent's chunks.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+pub(crate) struct HandedTiered {
+    pub(crate) id: ExtentId,
+    pub(crate) session: SessionId,
+    pub(crate) origin: Option<Origin>,
+    /// True if clients have been lent the memory itself.
+    pub(crate) is_shared: bool,
+    /// Segments that were touched, by their numbers, with all their chunks.
+    pub(crate) segments: Vec<(u32, Vec<HandedChunk>)>,
+}
+
+#[derive(Clone, Copy, Debug, Deserialize, Serialize)]
+pub(crate) struct HandedChunk {
+    pub(crate) place: HandedPlace,
+    pub(crate) is_young: bool,
+    pub(crate) stored_bytes: u32,
+    pub(crate) slot: u32,
+    pub(crate) fetched: u32,
+    pub(crate) hash: [u64; 2],
+}
+
+/// Place of a chunk that is not being moved.
+#[derive(Clone, Copy, Debug, Deserialize, Serialize)]
+pub(crate) enum HandedPlace {
+    Hole,
+    Hot,
+    /// Cell of the pool at which the chunk begins.
+    Compressed(u32),
+    Spilled,
+}
+
 impl HandedServer {
     pub(crate) fn encode(&self) -> Vec<u8> {
         let body = postcard::to_stdvec(self).expect("records are made of plain values");
@@ -251,6 +329,7 @@ mod tests {
                 ..HandedBooks::default()
             },
             durable: None,
+            tier: None,
         }
     }
 

@@ -15,7 +15,7 @@ use std::{
 };
 
 use farpage_fabric::{
-    host::Transport,
+    host::{Origin, Transport},
     log,
     server::{KeptConnection, Listener, Service, Shutdown},
 };
@@ -28,8 +28,9 @@ use crate::{
     durable::DurableNames,
     handover::{
         Carried, Descriptors, HandedConnection, HandedDurable, HandedListener, HandedServer,
-        HandoverError, Successor, let_all_inherit, seal,
+        Handover, HandoverError, Successor, let_all_inherit, seal,
     },
+    tier::Tier,
 };
 
 /// The longest wait for publications that are answered already.
@@ -61,11 +62,6 @@ impl RunningServer {
                 "clients over {endpoint} have keys of memory that end with this process; stop and start the server, or drain it with --drain-timeout"
             ));
         }
-        if self.evictors.is_some() {
-            return HandoverError::Refused(
-                "a server with --spill has bytes outside of its memory".to_owned(),
-            );
-        }
         // Data is moved meanwhile.
         if !self.state.wait_written(Instant::now() + WRITTEN) {
             return HandoverError::Refused(
@@ -91,6 +87,7 @@ impl RunningServer {
         self.stop_reaper();
         self.state.end_jobs();
         self.writer.take().map(join);
+        drop(self.evictors.take());
         let kept = self.service.take_kept();
         let mut sessions: HashMap<SessionId, usize> = HashMap::new();
         for connection in &kept {
@@ -103,6 +100,9 @@ impl RunningServer {
     /// Serves again.
     fn resume(&mut self, listeners: Vec<Listener>, kept: Vec<KeptConnection>) {
         *self.reaper_stops.0.lock() = false;
+        if let Some(tier) = self.state.tier() {
+            tier.go_on();
+        }
         let resumed = Shutdown::new().and_then(|shutdown| {
             let (host, traffic) = (self.state.clone(), Arc::clone(&self.traffic));
             self.service = Service::new(host, self.limits, traffic, shutdown.clone());
@@ -169,6 +169,7 @@ impl RunningServer {
             })?;
             Ok(durable.hand_over(carried.add(lock)))
         });
+        let tier = self.state.tier().map(|tier| tier.hand_over(carried));
         let mut handed_listeners = Vec::new();
         for listener in listeners {
             let found = listener.endpoint();
@@ -200,6 +201,7 @@ impl RunningServer {
             traffic: [self.traffic.bytes_read(), self.traffic.bytes_written()],
             books,
             durable: durable.transpose()?,
+            tier: tier.transpose()?,
         })
     }
 }
@@ -252,4 +254,24 @@ pub(super) fn take_durable(
     DurableNames::take_over(directory, *when, handed, lock)
         .map(Some)
         .map_err(|error| HandoverError::State(format!("{}: {error}", directory.display())))
+}
+
+/// Takes over what is outside of memory.
+///
+/// # Errors
+/// [`HandoverError`]: the settings have changed.
+pub(super) fn take_tier(
+    handed: &mut Handover,
+    bytes: (u64, u64),
+    directory: &Path,
+    weights: HashMap<Origin, u32>,
+) -> Result<Arc<Tier>, HandoverError> {
+    let Some(tier) = &mut handed.server.tier else {
+        return Err(HandoverError::Setting {
+            setting: "--spill",
+            before: "none".to_owned(),
+            now: directory.display().to_string(),
+        });
+    };
+    Tier::take_over(tier, &mut handed.descriptors, bytes, directory, weights)
 }

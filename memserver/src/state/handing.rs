@@ -23,7 +23,7 @@ use crate::{
     durable::Damage,
     handover::{
         Carried, Descriptors, HandedBooks, HandedExtent, HandedGiven, HandedName, HandedRetained,
-        HandedSession, HandedVersion, HandedView, HandoverError,
+        HandedSession, HandedTiered, HandedVersion, HandedView, HandoverError,
     },
 };
 
@@ -121,9 +121,12 @@ impl State {
     pub(crate) fn take_over(
         &mut self,
         books: HandedBooks,
+        tiered: Vec<HandedTiered>,
         descriptors: &mut Descriptors,
     ) -> Result<(), HandoverError> {
         let now = Instant::now();
+        let tiered: HashMap<_, _> = tiered.into_iter().map(|it| (it.id, it)).collect();
+        let tier = self.tier.clone();
         self.started = before(now, books.uptime_ms);
         let ledger = self.ledger.get_mut();
         (ledger.sessions_ever, ledger.extents_ever) = (books.sessions_ever, books.extents_ever);
@@ -134,11 +137,21 @@ impl State {
         }
         for extent in books.extents {
             let memory = descriptors.take(extent.memory)?;
-            let memory =
-                ExtentMemory::inherited(extent.id, extent.bytes, extent.atomics, false, memory);
-            let memory = memory.map_err(|error| {
+            let memory = ExtentMemory::inherited(
+                extent.id,
+                extent.bytes,
+                extent.atomics,
+                tier.is_some(),
+                memory,
+            );
+            let mut memory = memory.map_err(|error| {
                 HandoverError::State(format!("memory of extent {}: {error}", extent.id))
             })?;
+            if let Some(tier) = &tier {
+                let handed = tiered.get(&extent.id);
+                let handed = handed.ok_or_else(|| disagrees("the chunks of an extent"))?;
+                memory = tier.take_extent(&memory, handed)?;
+            }
             if let Some(session) = extent.lessee {
                 known(ledger, session)?.extents.insert(extent.id);
                 self.leases.insert(extent.id, session, Arc::clone(&memory));
