@@ -13,6 +13,7 @@
 
 mod format;
 mod received;
+mod store;
 mod successor;
 
 pub(crate) use self::{
@@ -25,7 +26,7 @@ pub(crate) use self::{
     received::Descriptors,
     successor::{Carried, let_all_inherit, seal},
 };
-pub use self::{received::Handover, successor::Successor};
+pub use self::{received::Handover, store::ServiceManager, successor::Successor};
 
 farpage_wire::debug_as_display!(HandoverError);
 

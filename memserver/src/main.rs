@@ -11,7 +11,7 @@ mod log;
 use std::{
     env,
     io::{self, IsTerminal, Write},
-    process::ExitCode,
+    process::{self, ExitCode},
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -24,7 +24,7 @@ use bytesize::ByteSize;
 use clap::Parser;
 use farpage_fabric::{SessionOptions, Visit, key::Key};
 use farpage_memserver::{
-    Handover, Server, Successor,
+    Handover, Server, ServiceManager, Successor,
     config::{
         Cli, Command, Config, ConfigError, KeyArgs, LogArgs, LogFormat, NamesArgs, RemoveArgs,
         ServeArgs, StatArgs, available_bytes,
@@ -72,7 +72,7 @@ fn run(cli: &Cli) -> anyhow::Result<()> {
 
 fn serve(flags: &ServeArgs, log: &LogArgs) -> anyhow::Result<()> {
     let config = Config::settle(flags, log)?;
-    let handed = flags.take_over.map(Handover::inherit).transpose()?;
+    let mut handed = flags.take_over.map(Handover::inherit).transpose()?;
     if flags.rehearse
         && let Some(handed) = handed
     {
@@ -83,6 +83,10 @@ fn serve(flags: &ServeArgs, log: &LogArgs) -> anyhow::Result<()> {
     let (writer, _guard) = LogWriter::stderr();
     start_log(config.log, &config.log_level, writer.clone())?;
     (writer.say_what_is_dropped()).context("cannot start the log's thread")?;
+    let manager = ServiceManager::of_this_process().context("cannot speak to the service manager")?;
+    if manager.is_some() && handed.is_none() {
+        handed = Handover::kept();
+    }
     // Before anything is bound: a signal that comes early must drain, too. Nobody is served while
     // names are loaded, which takes long: a signal then stops at once.
     let loads = config.persist.is_some() && handed.is_none();
@@ -97,19 +101,33 @@ fn serve(flags: &ServeArgs, log: &LogArgs) -> anyhow::Result<()> {
         None => server.start()?,
     };
     stopping.store(false, Ordering::Relaxed);
+    if let Some(manager) = &manager {
+        manager
+            .say_ready()
+            .context("cannot tell the service manager that clients are served")?;
+    }
     let signal = loop {
         match signals.forever().next() {
-            Some(SIGHUP) => {
-                warn!("SIGHUP: serving on, since clients' memory would be lost; SIGTERM drains");
+            Some(SIGHUP) if flags.config.is_none() => {
+                warn!("SIGHUP: serving on, since there is no --config to read; SIGTERM drains");
             }
-            Some(SIGUSR2) => {
+            Some(signal @ (SIGUSR2 | SIGHUP)) => {
                 info!("restarting");
                 let failed = running.restart(&successor);
-                warn!("SIGUSR2: {failed}");
+                let name = if signal == SIGHUP { "SIGHUP" } else { "SIGUSR2" };
+                warn!("{name}: {failed}");
             }
             signal => break signal,
         }
     };
+    if let Some(manager) = manager.filter(ServiceManager::keeps_descriptors)
+        && config.drain_timeout.is_zero()
+    {
+        match running.store(&manager) {
+            Ok(()) => process::exit(0),
+            Err(failed) => warn!("{failed}: clients lose what they have here"),
+        }
+    }
     match config.drain_timeout.is_zero() {
         true => info!(
             signal,

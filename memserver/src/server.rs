@@ -280,8 +280,14 @@ impl Server {
     ///
     /// # Errors
     /// [`StartError`], such as settings that would need the lent bytes to be elsewhere.
-    pub fn take_over(self, handed: Handover) -> Result<RunningServer, StartError> {
-        self.prepare(Some(handed))?.serve()
+    pub fn take_over(self, mut handed: Handover) -> Result<RunningServer, StartError> {
+        let kept = handed.take_kept();
+        let prepared = self.prepare(Some(handed))?;
+        // Only now: what is given back to the manager of a start that fails is there for the next.
+        if let Some(kept) = kept {
+            kept.forget();
+        }
+        prepared.serve()
     }
 
     /// Checks that [`take_over`](Self::take_over) would succeed, and lets go of everything.

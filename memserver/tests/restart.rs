@@ -2,6 +2,8 @@
 #![allow(clippy::unwrap_used, reason = "a test that fails here says where")]
 
 mod common;
+#[path = "restart/managed.rs"]
+mod managed;
 
 use std::{
     fs,
@@ -20,7 +22,10 @@ use std::{
 use common::{Daemon, Log, command_at, connect, connect_as, read, stat, transfer, write};
 use farpage_fabric::{Session, Verb};
 use farpage_testkit::{RawClient, text, wait_until};
-use farpage_wire::{Endpoint, ExtentRange, Request, Response, ServerStat, control};
+use farpage_wire::{
+    Endpoint, ExtentRange, Request, Response, ServerStat,
+    control::{self, Purpose},
+};
 use nix::sys::signal::Signal;
 use rand::{Rng, RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -464,6 +469,43 @@ fn a_program_that_refuses_leaves_the_server_as_it_was() {
     check(6);
     assert_eq!(stat(&server.daemon.tcp).capacity_bytes, 32 << 20);
     assert_eq!(server.daemon.child.id(), pid);
+}
+
+#[test]
+fn sighup_reads_the_configuration_file_anew() {
+    let directory = tempfile::tempdir().unwrap();
+    let settings = directory.path().join("settings.toml");
+    fs::write(&settings, "capacity = \"64MiB\"\nlease = \"60s\"\n").unwrap();
+    let arguments = ["--config", settings.to_str().unwrap()];
+    let server = Watched::of(Daemon::run(command_at(Path::new(env!("CARGO_BIN_EXE_farpage-memserver"))), &arguments));
+    let (mut before, _) = RawClient::session(&server.daemon.tcp).unwrap();
+    before.grant(MIB).unwrap();
+    fs::write(&settings, "capacity = \"4MiB\"\nlease = \"30s\"\n").unwrap();
+    server.daemon.signal(Signal::SIGHUP);
+    wait_until("the settings hold", || {
+        stat(&server.daemon.tcp).capacity_bytes == 4 << 20
+    });
+    assert!(before.grant(8 * MIB).unwrap_err().to_string().contains("Full"));
+    // A client keeps the lease that it was told, and a new one gets the new one.
+    let lease = |resume: Option<farpage_testkit::Identity>| {
+        let mut client = RawClient::greet(&server.daemon.tcp, Purpose::Control).unwrap();
+        let client_name = "by hand".to_owned();
+        let begin = Request::Begin {
+            client: client_name,
+            resume,
+        };
+        match client.ask(&begin).unwrap() {
+            Response::Begun { lease_ms, .. } => lease_ms,
+            other => panic!("{other:?}"),
+        }
+    };
+    assert_eq!(lease(None), 30_000);
+    // A file that is wrong changes nothing, and is told in one line.
+    fs::write(&settings, "capacity = \"1MiB\"\nlaese = \"10s\"\n").unwrap();
+    server.daemon.signal(Signal::SIGHUP);
+    wait_until("the daemon says why", || server.count("SIGHUP:") == 1);
+    assert_eq!(server.count("laese"), 1);
+    assert_eq!(stat(&server.daemon.tcp).capacity_bytes, 4 << 20);
 }
 
 #[test]

@@ -15,16 +15,24 @@ use farpage_fabric::{
 };
 use farpage_wire::Endpoint;
 
-use super::{HandoverError, format::HandedServer};
+use super::{HandoverError, format::HandedServer, store::Kept};
 
 /// State and descriptors of an earlier process, for [`Server::take_over`](crate::Server::take_over).
 pub struct Handover {
     pub(crate) server: HandedServer,
     pub(crate) descriptors: Descriptors,
+    /// Descriptors that a service manager has until this process serves.
+    pub(super) kept: Option<Kept>,
 }
 
 /// Descriptors of a hand-over, by their places.
 pub(crate) struct Descriptors(Vec<Option<OwnedFd>>);
+
+impl From<Vec<Option<OwnedFd>>> for Descriptors {
+    fn from(descriptors: Vec<Option<OwnedFd>>) -> Self {
+        Self(descriptors)
+    }
+}
 
 impl Descriptors {
     /// Takes the descriptor at `place`.
@@ -58,7 +66,13 @@ impl Handover {
         Ok(Self {
             server,
             descriptors: Descriptors(descriptors),
+            kept: None,
         })
+    }
+
+    /// Takes the descriptors that the service manager is to forget.
+    pub(crate) fn take_kept(&mut self) -> Option<Kept> {
+        self.kept.take()
     }
 
     /// Takes the listener of `endpoint`, which the settings name, if there is one.
@@ -98,7 +112,7 @@ impl Handover {
 }
 
 /// Reads a state.
-fn read(state: OwnedFd) -> Result<HandedServer, HandoverError> {
+pub(super) fn read(state: OwnedFd) -> Result<HandedServer, HandoverError> {
     // The file's position is at its end, and shared with the process that wrote the state.
     let path = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&state));
     let mut bytes = Vec::new();

@@ -28,7 +28,7 @@ use crate::{
     durable::DurableNames,
     handover::{
         Carried, Descriptors, HandedConnection, HandedDurable, HandedListener, HandedServer,
-        Handover, HandoverError, Successor, let_all_inherit, seal,
+        Handover, HandoverError, ServiceManager, Successor, let_all_inherit, seal,
     },
     tier::Tier,
 };
@@ -56,27 +56,72 @@ impl RunningServer {
     /// Replaces this process by `successor`, which has all that is lent, and serves on. Returns
     /// only if that is not possible, and serves on then: nothing is lost.
     pub fn restart(&mut self, successor: &Successor) -> HandoverError {
+        let began = Instant::now();
+        let replace = |server: &HandedServer, carried: &Carried<'_>| {
+            replace(server, carried, successor, began)
+        };
+        match self.end_with(replace) {
+            Err(failed) => failed,
+            Ok(never) => match never {},
+        }
+    }
+
+    /// Gives all that is lent to `manager`, for the service's next process. The caller ends this
+    /// process at once, by `exit`: what the next one has is not to be closed.
+    ///
+    /// # Errors
+    /// [`HandoverError`]; the server serves on.
+    pub fn store(&mut self, manager: &ServiceManager) -> Result<(), HandoverError> {
+        self.end_with(|server, carried| {
+            let state = seal(&server.encode()).map_err(system)?;
+            manager.store(carried, &state)?;
+            log::flush(Instant::now() + LAST_LINES);
+            Ok(())
+        })
+    }
+
+    /// Stops serving, and calls `hand` with everything that the next process needs. Serves on if
+    /// that fails.
+    fn end_with<T>(
+        &mut self,
+        hand: impl FnOnce(&HandedServer, &Carried<'_>) -> Result<T, HandoverError>,
+    ) -> Result<T, HandoverError> {
+        self.may_hand_over()?;
+        let (listeners, kept) = self.pause();
+        let mut carried = Carried::default();
+        let handed = self
+            .hand_over(&listeners, &kept, &mut carried)
+            .and_then(|server| hand(&server, &carried));
+        drop(carried);
+        match handed {
+            Ok(handed) => {
+                // They belong to the next process, too, and are not to be closed by this one.
+                std::mem::forget((listeners, kept));
+                Ok(handed)
+            }
+            Err(failed) => {
+                self.resume(listeners, kept);
+                Err(failed)
+            }
+        }
+    }
+
+    /// Checks that the server can be handed over now.
+    fn may_hand_over(&self) -> Result<(), HandoverError> {
         let rdma = |endpoint: &&Endpoint| matches!(endpoint, Endpoint::Rdma { .. });
         if let Some(endpoint) = self.endpoints.iter().find(rdma) {
-            return HandoverError::Refused(format!(
+            return Err(HandoverError::Refused(format!(
                 "clients over {endpoint} have keys of memory that end with this process; stop and start the server, or drain it with --drain-timeout"
-            ));
+            )));
         }
         // Data is moved meanwhile.
         if !self.state.wait_written(Instant::now() + WRITTEN) {
-            return HandoverError::Refused(
+            return Err(HandoverError::Refused(
                 "the disk of --persist takes too long: try again when it has all publications"
                     .to_owned(),
-            );
+            ));
         }
-        let began = Instant::now();
-        let (listeners, kept) = self.pause();
-        let failed = match self.replace(&listeners, &kept, successor, began) {
-            Err(failed) => failed,
-            Ok(never) => match never {},
-        };
-        self.resume(listeners, kept);
-        failed
+        Ok(())
     }
 
     /// Stops serving. Returns the listeners, and the connections between two requests.
@@ -114,47 +159,6 @@ impl RunningServer {
         }
     }
 
-    fn replace(
-        &self,
-        listeners: &[Listener],
-        kept: &[KeptConnection],
-        successor: &Successor,
-        began: Instant,
-    ) -> Result<Infallible, HandoverError> {
-        if !self.service.is_settled() {
-            return Err(HandoverError::Refused(
-                "a request takes too long: try again when it has ended".to_owned(),
-            ));
-        }
-        let mut carried = Carried::default();
-        let server = self.hand_over(listeners, kept, &mut carried)?;
-        let failed =
-            |error: io::Error| HandoverError::Refused(format!("the system refuses it: {error}"));
-        let state = seal(&server.encode()).map_err(failed)?;
-        let_all_inherit(&carried, &state, true).map_err(failed)?;
-        let rehearsed = successor.rehearse(&state);
-        let replaced = rehearsed.and_then(|()| {
-            info!(
-                sessions = server.books.sessions.len(),
-                extents = server.books.extents.len(),
-                ms = began.elapsed().as_millis() as u64,
-                "handing over to the next process"
-            );
-            log::flush(Instant::now() + LAST_LINES);
-            let signals = SigSet::from_iter(SIGNALS);
-            signals
-                .thread_block()
-                .map_err(|errno| failed(errno.into()))?;
-            let refused = successor.replace(&state);
-            signals
-                .thread_unblock()
-                .map_err(|errno| failed(errno.into()))?;
-            Err(refused)
-        });
-        let_all_inherit(&carried, &state, false).map_err(failed)?;
-        replaced
-    }
-
     /// Writes all that the next process needs.
     fn hand_over<'a>(
         &self,
@@ -162,6 +166,11 @@ impl RunningServer {
         kept: &'a [KeptConnection],
         carried: &mut Carried<'a>,
     ) -> Result<HandedServer, HandoverError> {
+        if !self.service.is_settled() {
+            return Err(HandoverError::Refused(
+                "a request takes too long: try again when it has ended".to_owned(),
+            ));
+        }
         let books = self.state.hand_over(carried)?;
         let durable = self.state.durable().map(|durable| {
             let lock = durable.locked().ok_or_else(|| {
@@ -204,6 +213,39 @@ impl RunningServer {
             tier: tier.transpose()?,
         })
     }
+}
+
+/// Replaces this process by `successor`. Returns only if that fails.
+fn replace(
+    server: &HandedServer,
+    carried: &Carried<'_>,
+    successor: &Successor,
+    began: Instant,
+) -> Result<Infallible, HandoverError> {
+    let state = seal(&server.encode()).map_err(system)?;
+    let_all_inherit(carried, &state, true).map_err(system)?;
+    let replaced = successor.rehearse(&state).and_then(|()| {
+        info!(
+            sessions = server.books.sessions.len(),
+            extents = server.books.extents.len(),
+            ms = began.elapsed().as_millis() as u64,
+            "handing over to the next process"
+        );
+        log::flush(Instant::now() + LAST_LINES);
+        let signals = SigSet::from_iter(SIGNALS);
+        signals.thread_block().map_err(|errno| system(errno.into()))?;
+        let refused = successor.replace(&state);
+        signals
+            .thread_unblock()
+            .map_err(|errno| system(errno.into()))?;
+        Err(refused)
+    });
+    let_all_inherit(carried, &state, false).map_err(system)?;
+    replaced
+}
+
+fn system(error: io::Error) -> HandoverError {
+    HandoverError::Refused(format!("the system refuses it: {error}"))
 }
 
 /// Divides kept connections among `listeners`: each goes to the first of its transport, or to the
