@@ -83,7 +83,8 @@ fn serve(flags: &ServeArgs, log: &LogArgs) -> anyhow::Result<()> {
     let (writer, _guard) = LogWriter::stderr();
     start_log(config.log, &config.log_level, writer.clone())?;
     (writer.say_what_is_dropped()).context("cannot start the log's thread")?;
-    let manager = ServiceManager::of_this_process().context("cannot speak to the service manager")?;
+    let manager =
+        ServiceManager::of_this_process().context("cannot speak to the service manager")?;
     if manager.is_some() && handed.is_none() {
         handed = Handover::kept();
     }
@@ -114,7 +115,11 @@ fn serve(flags: &ServeArgs, log: &LogArgs) -> anyhow::Result<()> {
             Some(signal @ (SIGUSR2 | SIGHUP)) => {
                 info!("restarting");
                 let failed = running.restart(&successor);
-                let name = if signal == SIGHUP { "SIGHUP" } else { "SIGUSR2" };
+                let name = if signal == SIGHUP {
+                    "SIGHUP"
+                } else {
+                    "SIGUSR2"
+                };
                 warn!("{name}: {failed}");
             }
             signal => break signal,

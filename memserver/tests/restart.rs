@@ -477,7 +477,10 @@ fn sighup_reads_the_configuration_file_anew() {
     let settings = directory.path().join("settings.toml");
     fs::write(&settings, "capacity = \"64MiB\"\nlease = \"60s\"\n").unwrap();
     let arguments = ["--config", settings.to_str().unwrap()];
-    let server = Watched::of(Daemon::run(command_at(Path::new(env!("CARGO_BIN_EXE_farpage-memserver"))), &arguments));
+    let server = Watched::of(Daemon::run(
+        command_at(Path::new(env!("CARGO_BIN_EXE_farpage-memserver"))),
+        &arguments,
+    ));
     let (mut before, _) = RawClient::session(&server.daemon.tcp).unwrap();
     before.grant(MIB).unwrap();
     fs::write(&settings, "capacity = \"4MiB\"\nlease = \"30s\"\n").unwrap();
@@ -485,7 +488,13 @@ fn sighup_reads_the_configuration_file_anew() {
     wait_until("the settings hold", || {
         stat(&server.daemon.tcp).capacity_bytes == 4 << 20
     });
-    assert!(before.grant(8 * MIB).unwrap_err().to_string().contains("Full"));
+    assert!(
+        before
+            .grant(8 * MIB)
+            .unwrap_err()
+            .to_string()
+            .contains("Full")
+    );
     // A client keeps the lease that it was told, and a new one gets the new one.
     let lease = |resume: Option<farpage_testkit::Identity>| {
         let mut client = RawClient::greet(&server.daemon.tcp, Purpose::Control).unwrap();

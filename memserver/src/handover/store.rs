@@ -19,8 +19,8 @@ use std::{
 use farpage_fabric::server::take_inherited;
 use nix::sys::{
     socket::{
-        AddressFamily, ControlMessage, MsgFlags, SockFlag, SockType, UnixAddr, sendmsg,
-        setsockopt, socket, sockopt,
+        AddressFamily, ControlMessage, MsgFlags, SockFlag, SockType, UnixAddr, sendmsg, setsockopt,
+        socket, sockopt,
     },
     time::{TimeVal, TimeValLike},
 };
@@ -142,7 +142,11 @@ impl ServiceManager {
 
     fn say(&self, text: &str, descriptors: &[RawFd]) -> io::Result<()> {
         let rights = [ControlMessage::ScmRights(descriptors)];
-        let rights = if descriptors.is_empty() { &[] } else { &rights[..] };
+        let rights = if descriptors.is_empty() {
+            &[]
+        } else {
+            &rights[..]
+        };
         let bytes = [IoSlice::new(text.as_bytes())];
         let (to, flags) = (Some(&self.address), MsgFlags::MSG_NOSIGNAL);
         sendmsg(self.socket.as_raw_fd(), &bytes, rights, flags, to)?;

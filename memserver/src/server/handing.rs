@@ -233,7 +233,9 @@ fn replace(
         );
         log::flush(Instant::now() + LAST_LINES);
         let signals = SigSet::from_iter(SIGNALS);
-        signals.thread_block().map_err(|errno| system(errno.into()))?;
+        signals
+            .thread_block()
+            .map_err(|errno| system(errno.into()))?;
         let refused = successor.replace(&state);
         signals
             .thread_unblock()
