@@ -25,6 +25,6 @@ mod tier;
 
 pub use durable::PersistError;
 pub use farpage_fabric::server::SocketAccess;
-pub use handover::{Handover, HandoverError, ServiceManager, Successor};
-pub use server::{RunningServer, Server, StartError, TiersError, take_signals};
+pub use handover::{Handover, HandoverError, ServiceManager, Successor, take_signals};
+pub use server::{RunningServer, Server, StartError, TiersError};
 pub use state::{Limits, State};

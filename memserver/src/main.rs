@@ -150,10 +150,10 @@ fn serve(flags: &ServeArgs, log: &LogArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Takes the signals that ask to stop. The first is for the caller to read. One that comes while
-/// `stopping` is set, as the first sets it, ends the process on the spot, with the status a shell
-/// gives for it. SIGHUP is among those to read and
-/// ends nothing: a terminal that closes must not take everybody's memory along.
+/// Takes the signals that ask for something, for the caller to read. The first that asks to stop
+/// sets `stopping`. One that comes while `stopping` is set ends the process on the spot, with the
+/// status a shell gives for it. SIGHUP ends nothing: a terminal that closes must not take
+/// everybody's memory along.
 fn stop_signals(stopping: &Arc<AtomicBool>) -> std::io::Result<Signals> {
     for signal in [SIGTERM, SIGINT] {
         // In this order: the handler that looks at the flag runs before the one that raises it.

@@ -5,6 +5,7 @@
 //! memory left afterwards.
 
 mod handing;
+mod taking;
 
 use std::{
     collections::HashMap,
@@ -33,8 +34,7 @@ use crate::{
     tier::{Evictors, LEAST_MEMORY_BYTES, Tier},
 };
 
-pub use self::handing::take_signals;
-use self::handing::{divide, take_durable, take_tier};
+use self::taking::{divide, take_durable, take_tier};
 
 farpage_wire::debug_as_display!(StartError, TiersError);
 

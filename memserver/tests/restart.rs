@@ -27,7 +27,7 @@ use farpage_wire::{
     control::{self, Purpose},
 };
 use nix::sys::signal::Signal;
-use rand::{Rng, RngExt, SeedableRng};
+use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 const MIB: u64 = 1 << 20;
@@ -189,7 +189,7 @@ fn what_is_outside_of_memory_is_right_through_ten_restarts() {
     let mut before = tiers;
     wait_until("nothing is moved", || {
         let now = stat(&server.daemon.tcp).tiers;
-        std::mem::replace(&mut before, now.clone()) == now
+        std::mem::replace(&mut before, now) == now
     });
     server.restart();
     assert_eq!(stat(&server.daemon.tcp).tiers, before);

@@ -1,8 +1,8 @@
 //! Bytes of a hand-over: [`HandedServer`], and the records that it consists of.
 //!
-//! The rule it keeps: [`VERSION`] changes with every change of these records, and a state is decoded
-//! only if its checksum is right. Instants do not outlive a process, so times are the milliseconds
-//! that have passed.
+//! The rule it keeps: [`VERSION`] changes with every change of these records, and a state is
+//! decoded only if its checksum is right. Instants do not outlive a process, so times are the
+//! milliseconds that have passed.
 //!
 //! A state begins with [`MAGIC`], [`VERSION`] in 4 bytes and the body's length in 8. Then come the
 //! body (postcard) and the XXH3-128 of everything before it.
@@ -171,7 +171,7 @@ pub(crate) struct HandedDurable {
     pub(crate) broken: Option<String>,
 }
 
-/// What a server has outside of its memory, and its counts.
+/// Parts of a server that lends more than its memory, and their counts.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub(crate) struct HandedTier {
     pub(crate) memory_bytes: u64,

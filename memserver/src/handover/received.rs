@@ -3,9 +3,11 @@
 //! The rule it keeps: each descriptor is taken once. Those that nobody takes are closed.
 
 use std::{
+    env,
     fs::File,
     io::Read,
-    os::fd::{OwnedFd, RawFd},
+    os::fd::{AsRawFd, OwnedFd, RawFd},
+    process,
     time::Duration,
 };
 
@@ -14,10 +16,19 @@ use farpage_fabric::{
     server::{Asked, BindError, KeptConnection, Listener, take_inherited},
 };
 use farpage_wire::Endpoint;
+use tracing::warn;
 
-use super::{HandoverError, format::HandedServer, store::Kept};
+use super::{
+    error::HandoverError,
+    format::HandedServer,
+    store::{Kept, PLACE, STATE, ServiceManager},
+};
 
-/// State and descriptors of an earlier process, for [`Server::take_over`](crate::Server::take_over).
+/// First descriptor that a service manager passes (sd_listen_fds(3)).
+const FIRST: RawFd = 3;
+
+/// State and descriptors of an earlier process, for
+/// [`Server::take_over`](crate::Server::take_over).
 pub struct Handover {
     pub(crate) server: HandedServer,
     pub(crate) descriptors: Descriptors,
@@ -112,12 +123,89 @@ impl Handover {
 }
 
 /// Reads a state.
-pub(super) fn read(state: OwnedFd) -> Result<HandedServer, HandoverError> {
+fn read(state: OwnedFd) -> Result<HandedServer, HandoverError> {
     // The file's position is at its end, and shared with the process that wrote the state.
-    let path = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&state));
+    let path = format!("/proc/self/fd/{}", state.as_raw_fd());
     let mut bytes = Vec::new();
     File::open(path)
         .and_then(|mut file| file.read_to_end(&mut bytes))
         .map_err(|error| HandoverError::State(format!("cannot read its state: {error}")))?;
     HandedServer::decode(&bytes).map_err(HandoverError::State)
+}
+
+impl Handover {
+    /// Takes over what the service manager has kept for this process. `None` if the manager kept
+    /// nothing, or nothing that can be used: the manager then forgets the descriptors, and their
+    /// memory is free.
+    pub fn kept() -> Option<Self> {
+        let (names, descriptors) = passed()?;
+        let manager = ServiceManager::of_this_process();
+        let manager = manager.unwrap_or_else(|error| {
+            warn!(%error, "cannot speak to the service manager");
+            None
+        })?;
+        let kept = Kept {
+            manager,
+            names: names.clone(),
+        };
+        match assemble(&names, descriptors) {
+            Ok(mut handed) => {
+                handed.kept = Some(kept);
+                Some(handed)
+            }
+            Err(error) => {
+                warn!(
+                    descriptors = names.len(),
+                    "{error}: the memory that it left is given back, and its clients have lost it"
+                );
+                kept.forget();
+                None
+            }
+        }
+    }
+}
+
+/// Takes the descriptors that the manager has passed to this process and that are a server's.
+fn passed() -> Option<(Vec<String>, Vec<Option<OwnedFd>>)> {
+    let number = |name: &str| env::var(name).ok()?.parse::<i64>().ok();
+    if number("LISTEN_PID")? != i64::from(process::id()) {
+        return None;
+    }
+    let count = RawFd::try_from(number("LISTEN_FDS")?).ok()?;
+    let names = env::var("LISTEN_FDNAMES").unwrap_or_default();
+    let all = names.split(':').zip(FIRST..FIRST.checked_add(count)?);
+    let (names, descriptors): (Vec<_>, Vec<_>) = all
+        .filter(|(name, _)| name.starts_with(PLACE))
+        .map(|(name, number)| (name.to_owned(), take_inherited(number).ok()))
+        .unzip();
+    (!names.is_empty()).then_some((names, descriptors))
+}
+
+/// Puts the descriptors at the places that their names say.
+fn assemble(
+    names: &[String],
+    descriptors: Vec<Option<OwnedFd>>,
+) -> Result<Handover, HandoverError> {
+    let (mut state, mut places) = (None, Vec::new());
+    places.resize_with(names.len(), || None);
+    for (name, descriptor) in names.iter().zip(descriptors) {
+        if name == STATE {
+            state = descriptor;
+        } else if let Some(place) = name.strip_prefix(PLACE)
+            && let Ok(place) = place.parse::<usize>()
+            && let Some(slot) = places.get_mut(place)
+        {
+            *slot = descriptor;
+        }
+    }
+    let state = state.ok_or_else(|| HandoverError::State("its state is missing".to_owned()))?;
+    let server = read(state)?;
+    if places.iter().filter(|it| it.is_some()).count() < server.descriptors.len() {
+        return Err(HandoverError::State("descriptors are missing".to_owned()));
+    }
+    Ok(Handover {
+        server,
+        descriptors: Descriptors::from(places),
+        kept: None,
+    })
 }

@@ -12,11 +12,9 @@ use std::{
         fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd},
         unix::net::UnixStream,
     },
-    process,
     time::Duration,
 };
 
-use farpage_fabric::server::take_inherited;
 use nix::sys::{
     socket::{
         AddressFamily, ControlMessage, MsgFlags, SockFlag, SockType, UnixAddr, sendmsg, setsockopt,
@@ -26,18 +24,12 @@ use nix::sys::{
 };
 use tracing::warn;
 
-use super::{
-    HandoverError,
-    received::{Descriptors, Handover, read},
-    successor::Carried,
-};
+use super::{error::HandoverError, successor::Carried};
 
-/// Name of the state among the manager's descriptors. The others have their places behind.
-const STATE: &str = "farpage-state";
-const PLACE: &str = "farpage-";
-
-/// First descriptor that the manager passes.
-const FIRST: RawFd = 3;
+/// Name of the state among the manager's descriptors.
+pub(super) const STATE: &str = "farpage-state";
+/// Beginning of the names of the others, which their places follow.
+pub(super) const PLACE: &str = "farpage-";
 
 /// The longest wait for the manager.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -119,7 +111,7 @@ impl ServiceManager {
         })
     }
 
-    /// Has the manager forget descriptors.
+    /// Tells the manager to forget descriptors.
     pub(crate) fn forget(&self, names: impl IntoIterator<Item = String>) {
         let forgotten = names
             .into_iter()
@@ -156,89 +148,13 @@ impl ServiceManager {
 
 /// Descriptors that the manager of a process kept for it.
 pub(crate) struct Kept {
-    manager: ServiceManager,
-    names: Vec<String>,
+    pub(super) manager: ServiceManager,
+    pub(super) names: Vec<String>,
 }
 
 impl Kept {
-    /// Has the manager forget the descriptors.
+    /// Tells the manager to forget the descriptors.
     pub(crate) fn forget(self) {
         self.manager.forget(self.names);
     }
-}
-
-impl Handover {
-    /// Takes over what the service manager has kept for this process. `None` if it kept nothing, or
-    /// nothing that can be used: the manager then forgets that, whose memory is free.
-    pub fn kept() -> Option<Self> {
-        let (names, descriptors) = passed()?;
-        let manager = ServiceManager::of_this_process();
-        let manager = manager.unwrap_or_else(|error| {
-            warn!(%error, "cannot speak to the service manager");
-            None
-        })?;
-        let kept = Kept {
-            manager,
-            names: names.clone(),
-        };
-        match assemble(&names, descriptors) {
-            Ok(mut handed) => {
-                handed.kept = Some(kept);
-                Some(handed)
-            }
-            Err(error) => {
-                warn!(
-                    descriptors = names.len(),
-                    "{error}: the memory that it left is given back, and its clients have lost it"
-                );
-                kept.forget();
-                None
-            }
-        }
-    }
-}
-
-/// Takes the descriptors that the manager has passed to this process and that are a server's.
-fn passed() -> Option<(Vec<String>, Vec<Option<OwnedFd>>)> {
-    let number = |name: &str| env::var(name).ok()?.parse::<i64>().ok();
-    if number("LISTEN_PID")? != i64::from(process::id()) {
-        return None;
-    }
-    let count = RawFd::try_from(number("LISTEN_FDS")?).ok()?;
-    let names = env::var("LISTEN_FDNAMES").unwrap_or_default();
-    let all = names.split(':').zip(FIRST..FIRST.checked_add(count)?);
-    let (names, descriptors): (Vec<_>, Vec<_>) = all
-        .filter(|(name, _)| name.starts_with(PLACE))
-        .map(|(name, number)| (name.to_owned(), take_inherited(number).ok()))
-        .unzip();
-    (!names.is_empty()).then_some((names, descriptors))
-}
-
-/// Puts the descriptors at the places that their names say.
-fn assemble(
-    names: &[String],
-    descriptors: Vec<Option<OwnedFd>>,
-) -> Result<Handover, HandoverError> {
-    let (mut state, mut places) = (None, Vec::new());
-    places.resize_with(names.len(), || None);
-    for (name, descriptor) in names.iter().zip(descriptors) {
-        if name == STATE {
-            state = descriptor;
-        } else if let Some(place) = name.strip_prefix(PLACE)
-            && let Ok(place) = place.parse::<usize>()
-            && let Some(slot) = places.get_mut(place)
-        {
-            *slot = descriptor;
-        }
-    }
-    let state = state.ok_or_else(|| HandoverError::State("its state is missing".to_owned()))?;
-    let server = read(state)?;
-    if places.iter().filter(|it| it.is_some()).count() < server.descriptors.len() {
-        return Err(HandoverError::State("descriptors are missing".to_owned()));
-    }
-    Ok(Handover {
-        server,
-        descriptors: Descriptors::from(places),
-        kept: None,
-    })
 }

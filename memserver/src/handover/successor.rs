@@ -21,11 +21,14 @@ use std::{
 use farpage_fabric::server::let_inherit;
 use nix::{
     fcntl::{FcntlArg, SealFlag, fcntl},
-    sys::memfd::{MFdFlags, memfd_create},
+    sys::{
+        memfd::{MFdFlags, memfd_create},
+        signal::{SigSet, Signal},
+    },
     unistd::execvp,
 };
 
-use super::HandoverError;
+use super::error::HandoverError;
 
 /// The longest time that a rehearsal may take: it reads the state, and no memory.
 const REHEARSAL: Duration = Duration::from_secs(10);
@@ -34,6 +37,22 @@ const REHEARSAL: Duration = Duration::from_secs(10);
 const TAKE_OVER: &str = "--take-over";
 /// Flag of `serve` that ends a take-over before it serves.
 const REHEARSE: &str = "--rehearse";
+
+/// Signals that the next process handles once it can. Until then they wait.
+const SIGNALS: [Signal; 4] = [
+    Signal::SIGTERM,
+    Signal::SIGINT,
+    Signal::SIGHUP,
+    Signal::SIGUSR2,
+];
+
+/// Lets signals come to this process that an earlier one left waiting.
+///
+/// # Errors
+/// The kernel's error.
+pub fn take_signals() -> io::Result<()> {
+    Ok(SigSet::from_iter(SIGNALS).thread_unblock()?)
+}
 
 /// Descriptors that the next process inherits, by their places.
 #[derive(Default)]
@@ -131,12 +150,19 @@ impl Successor {
         let arguments = arguments.into_iter().chain(&self.arguments);
         let arguments = arguments.cloned().chain([TAKE_OVER.into(), number]);
         let all: Result<Vec<_>, _> = arguments.map(|it| text(&it)).collect();
-        let failed = match (text(&self.program), all) {
-            (Ok(program), Ok(all)) => match execvp(&program, &all) {
-                Ok(never) => match never {},
-                Err(errno) => errno.to_string(),
-            },
-            _ => "an argument contains a zero".to_owned(),
+        let (Ok(program), Ok(all)) = (text(&self.program), all) else {
+            return HandoverError::Rehearsal("an argument contains a zero".to_owned());
+        };
+        // A signal that came before the next process has handlers would end it.
+        let signals = SigSet::from_iter(SIGNALS);
+        let failed = signals.thread_block().and_then(|()| {
+            let failed = execvp(&program, &all);
+            signals.thread_unblock()?;
+            failed
+        });
+        let failed = match failed {
+            Ok(never) => match never {},
+            Err(errno) => errno,
         };
         HandoverError::Rehearsal(format!("cannot exec {}: {failed}", self.program.display()))
     }

@@ -9,48 +9,25 @@ use std::{
     convert::Infallible,
     io,
     os::fd::AsFd,
-    path::Path,
     sync::Arc,
     time::{Duration, Instant},
 };
 
 use farpage_fabric::{
-    host::{Origin, Transport},
     log,
     server::{KeptConnection, Listener, Service, Shutdown},
 };
-use farpage_wire::{Endpoint, Persistence, SessionId};
-use nix::sys::signal::{SigSet, Signal};
-use tracing::{info, warn};
+use farpage_wire::{Endpoint, SessionId};
+use tracing::info;
 
 use super::{LAST_LINES, RunningServer, join};
-use crate::{
-    durable::DurableNames,
-    handover::{
-        Carried, Descriptors, HandedConnection, HandedDurable, HandedListener, HandedServer,
-        Handover, HandoverError, ServiceManager, Successor, let_all_inherit, seal,
-    },
-    tier::Tier,
+use crate::handover::{
+    Carried, HandedConnection, HandedListener, HandedServer, HandoverError, ServiceManager,
+    Successor, let_all_inherit, seal,
 };
 
 /// The longest wait for publications that are answered already.
 const WRITTEN: Duration = Duration::from_secs(10);
-
-/// Signals that the next process handles once it can. Until then they wait.
-const SIGNALS: [Signal; 4] = [
-    Signal::SIGTERM,
-    Signal::SIGINT,
-    Signal::SIGHUP,
-    Signal::SIGUSR2,
-];
-
-/// Lets signals come to this process that an earlier one left waiting.
-///
-/// # Errors
-/// The kernel's error.
-pub fn take_signals() -> io::Result<()> {
-    Ok(SigSet::from_iter(SIGNALS).thread_unblock()?)
-}
 
 impl RunningServer {
     /// Replaces this process by `successor`, which has all that is lent, and serves on. Returns
@@ -232,15 +209,7 @@ fn replace(
             "handing over to the next process"
         );
         log::flush(Instant::now() + LAST_LINES);
-        let signals = SigSet::from_iter(SIGNALS);
-        signals
-            .thread_block()
-            .map_err(|errno| system(errno.into()))?;
-        let refused = successor.replace(&state);
-        signals
-            .thread_unblock()
-            .map_err(|errno| system(errno.into()))?;
-        Err(refused)
+        Err(successor.replace(&state))
     });
     let_all_inherit(carried, &state, false).map_err(system)?;
     replaced
@@ -248,74 +217,4 @@ fn replace(
 
 fn system(error: io::Error) -> HandoverError {
     HandoverError::Refused(format!("the system refuses it: {error}"))
-}
-
-/// Divides kept connections among `listeners`: each goes to the first of its transport, or to the
-/// first of all.
-pub(super) fn divide(
-    listeners: Vec<Listener>,
-    kept: Vec<KeptConnection>,
-) -> Vec<(Listener, Vec<KeptConnection>)> {
-    let mut all: Vec<_> = listeners.into_iter().map(|it| (it, Vec::new())).collect();
-    for connection in kept {
-        let is_its = |it: &(Listener, Vec<_>)| it.0.transport() == connection.transport;
-        let place = all.iter().position(is_its).unwrap_or(0);
-        match all.get_mut(place) {
-            Some((_, its)) => its.push(connection),
-            None => warn!("a client's connection is closed, since no endpoint is left"),
-        }
-    }
-    debug_assert!(
-        (all.iter()).all(|(_, its)| its.iter().all(|it| it.transport != Transport::Rdma))
-    );
-    all
-}
-
-/// Takes over the directory of names.
-///
-/// # Errors
-/// [`HandoverError`]: the settings name another directory, or none.
-pub(super) fn take_durable(
-    handed: Option<HandedDurable>,
-    persist: Option<&(std::path::PathBuf, Persistence)>,
-    descriptors: &mut Descriptors,
-) -> Result<Option<DurableNames>, HandoverError> {
-    let none = || "none".to_owned();
-    let before = handed.as_ref().map(|it| it.directory.clone());
-    let now = persist.map(|(directory, _)| directory.display().to_string());
-    if before != now {
-        return Err(HandoverError::Setting {
-            setting: "--persist",
-            before: before.unwrap_or_else(none),
-            now: now.unwrap_or_else(none),
-        });
-    }
-    let Some((handed, (directory, when))) = handed.zip(persist) else {
-        return Ok(None);
-    };
-    let lock = descriptors.take(handed.lock)?;
-    let directory: &Path = directory;
-    DurableNames::take_over(directory, *when, handed, lock)
-        .map(Some)
-        .map_err(|error| HandoverError::State(format!("{}: {error}", directory.display())))
-}
-
-/// Takes over what is outside of memory.
-///
-/// # Errors
-/// [`HandoverError`]: the settings have changed.
-pub(super) fn take_tier(
-    handed: &mut Handover,
-    bytes: (u64, u64),
-    directory: &Path,
-    weights: HashMap<Origin, u32>,
-) -> Result<Arc<Tier>, HandoverError> {
-    let Some(tier) = &mut handed.server.tier else {
-        return Err(HandoverError::Setting {
-            setting: "--spill",
-            before: "none".to_owned(),
-            now: directory.display().to_string(),
-        });
-    };
-    Tier::take_over(tier, &mut handed.descriptors, bytes, directory, weights)
 }

@@ -39,7 +39,7 @@ const HANDSHAKE: Duration = Duration::from_secs(10);
 /// Interval at which a thread that waits for a client checks that its session still lives.
 pub(crate) const LOOK: Duration = Duration::from_secs(1);
 
-/// What becomes of a connection that is served no longer.
+/// Fate of a connection that is served no longer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Ending {
     Close,

@@ -6,7 +6,7 @@
 
 use std::{
     io,
-    os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd, RawFd},
+    os::fd::{BorrowedFd, FromRawFd, OwnedFd, RawFd},
     sync::{
         Arc, Weak,
         atomic::{AtomicU8, Ordering},
@@ -18,7 +18,6 @@ use std::{
 use farpage_wire::{Challenge, SessionId};
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 
-use super::service::Service;
 use crate::{
     host::{Peer, Transport},
     stream::PeerStream,
@@ -138,51 +137,6 @@ pub(super) struct Accepted {
     /// The connection's own thread keeps the stream, so that it closes at once when that ends.
     pub(super) socket: Weak<PeerStream>,
     pub(super) thread: JoinHandle<()>,
-}
-
-impl Service {
-    /// Ends [`serve`](Self::serve) as the shutdown does, except that control connections between
-    /// two requests stay open for the next process: see [`take_kept`](Self::take_kept).
-    pub fn hand_over(&self) {
-        // Before the shutdown begins: a thread that sees the shutdown sees this.
-        self.hands_over.store(true, Ordering::Release);
-        self.shutdown.begin();
-    }
-
-    /// Takes the connections for the next process, once [`serve`](Self::serve) has returned.
-    pub fn take_kept(&self) -> Vec<KeptConnection> {
-        std::mem::take(&mut self.kept.lock())
-    }
-
-    /// True if all work of clients has ended, once [`serve`](Self::serve) has returned.
-    pub fn is_settled(&self) -> bool {
-        !self.unsettled.load(Ordering::Relaxed)
-    }
-
-    /// True if control connections are to stay open.
-    pub(super) fn is_handing_over(&self) -> bool {
-        self.hands_over.load(Ordering::Acquire)
-    }
-
-    pub(super) fn keep(
-        &self,
-        stream: &PeerStream,
-        transport: Transport,
-        peer: &Peer,
-        (session, lease): (SessionId, Duration),
-        asked: Asked,
-    ) -> io::Result<()> {
-        let kept = KeptConnection {
-            socket: stream.as_fd().try_clone_to_owned()?,
-            transport,
-            peer: peer.clone(),
-            session,
-            lease,
-            asked,
-        };
-        self.kept.lock().push(kept);
-        Ok(())
-    }
 }
 
 /// Waits until connections have ended that end by themselves at a hand-over.

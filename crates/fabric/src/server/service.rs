@@ -4,24 +4,30 @@
 
 use std::{
     io,
+    os::fd::AsFd,
     sync::{
         Arc,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
+    time::Duration,
 };
 
-use farpage_wire::ServerStat;
+use farpage_wire::{ServerStat, SessionId};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use parking_lot::Mutex;
 
 use super::{
     frames::RequestBudget,
-    kept::KeptConnection,
+    kept::{Asked, KeptConnection},
     lines::Lines,
     places::{ConnectionLimits, ConnectionPlaces},
     traffic::ServerTraffic,
 };
-use crate::{exchange::poller::Exchange, host::Host};
+use crate::{
+    exchange::poller::Exchange,
+    host::{Host, Peer, Transport},
+    stream::PeerStream,
+};
 
 /// Switch that ends [`Service::serve`]. Clones are the same switch.
 #[derive(Clone, Debug)]
@@ -101,5 +107,48 @@ impl Service {
             request_bytes: self.frames.bytes(),
             ..self.host.stat()
         }
+    }
+
+    /// Ends [`serve`](Self::serve) as the shutdown does, except that control connections between
+    /// two requests stay open for the next process: see [`take_kept`](Self::take_kept).
+    pub fn hand_over(&self) {
+        // Before the shutdown begins: a thread that sees the shutdown sees this.
+        self.hands_over.store(true, Ordering::Release);
+        self.shutdown.begin();
+    }
+
+    /// Takes the connections for the next process, once [`serve`](Self::serve) has returned.
+    pub fn take_kept(&self) -> Vec<KeptConnection> {
+        std::mem::take(&mut self.kept.lock())
+    }
+
+    /// True if all work of clients has ended, once [`serve`](Self::serve) has returned.
+    pub fn is_settled(&self) -> bool {
+        !self.unsettled.load(Ordering::Relaxed)
+    }
+
+    /// True if control connections are to stay open.
+    pub(super) fn is_handing_over(&self) -> bool {
+        self.hands_over.load(Ordering::Acquire)
+    }
+
+    pub(super) fn keep(
+        &self,
+        stream: &PeerStream,
+        transport: Transport,
+        peer: &Peer,
+        (session, lease): (SessionId, Duration),
+        asked: Asked,
+    ) -> io::Result<()> {
+        let kept = KeptConnection {
+            socket: stream.as_fd().try_clone_to_owned()?,
+            transport,
+            peer: peer.clone(),
+            session,
+            lease,
+            asked,
+        };
+        self.kept.lock().push(kept);
+        Ok(())
     }
 }
