@@ -22,7 +22,7 @@ use serde::Deserialize;
 
 use self::values::{list, size, time};
 use crate::{
-    Server, TiersError,
+    Handover, Server, TiersError,
     server::{DEFAULT_GRACE, DEFAULT_LEASE, DEFAULT_RECONNECT_GRACE, check_tiers},
 };
 
@@ -508,6 +508,14 @@ impl Config {
                 .unwrap_or_else(|| "info".to_owned()),
         };
         config.check()
+    }
+
+    /// Keeps the capacity of an earlier process, if no other is set: what that process lends is not
+    /// available any more.
+    pub fn go_on_from(&mut self, handed: &Handover) {
+        if self.capacity_is_default {
+            self.capacity_bytes = handed.capacity_bytes();
+        }
     }
 
     fn check(self) -> Result<Self, ConfigError> {

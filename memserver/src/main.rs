@@ -71,8 +71,11 @@ fn run(cli: &Cli) -> anyhow::Result<()> {
 }
 
 fn serve(flags: &ServeArgs, log: &LogArgs) -> anyhow::Result<()> {
-    let config = Config::settle(flags, log)?;
+    let mut config = Config::settle(flags, log)?;
     let mut handed = flags.take_over.map(Handover::inherit).transpose()?;
+    if let Some(handed) = &handed {
+        config.go_on_from(handed);
+    }
     if flags.rehearse
         && let Some(handed) = handed
     {
@@ -80,13 +83,16 @@ fn serve(flags: &ServeArgs, log: &LogArgs) -> anyhow::Result<()> {
     }
     let successor = Successor::of_this_process();
     // The guard writes waiting lines at the end.
-    let (writer, _guard) = LogWriter::stderr();
+    let (writer, guard) = LogWriter::stderr();
     start_log(config.log, &config.log_level, writer.clone())?;
     (writer.say_what_is_dropped()).context("cannot start the log's thread")?;
     let manager =
         ServiceManager::of_this_process().context("cannot speak to the service manager")?;
     if manager.is_some() && handed.is_none() {
         handed = Handover::kept();
+        if let Some(handed) = &handed {
+            config.go_on_from(handed);
+        }
     }
     // Before anything is bound: a signal that comes early must drain, too. Nobody is served while
     // names are loaded, which takes long: a signal then stops at once.
@@ -102,10 +108,10 @@ fn serve(flags: &ServeArgs, log: &LogArgs) -> anyhow::Result<()> {
         None => server.start()?,
     };
     stopping.store(false, Ordering::Relaxed);
-    if let Some(manager) = &manager {
-        manager
-            .say_ready()
-            .context("cannot tell the service manager that clients are served")?;
+    if let Some(manager) = &manager
+        && let Err(error) = manager.say_ready()
+    {
+        warn!(%error, "cannot tell the service manager that clients are served");
     }
     let signal = loop {
         match signals.forever().next() {
@@ -129,7 +135,10 @@ fn serve(flags: &ServeArgs, log: &LogArgs) -> anyhow::Result<()> {
         && config.drain_timeout.is_zero()
     {
         match running.store(&manager) {
-            Ok(()) => process::exit(0),
+            Ok(()) => {
+                drop(guard);
+                process::exit(0)
+            }
             Err(failed) => warn!("{failed}: clients lose what they have here"),
         }
     }

@@ -287,7 +287,15 @@ impl Server {
         if let Some(kept) = kept {
             kept.forget();
         }
-        prepared.serve()
+        let running = prepared.serve()?;
+        let stat = running.stat();
+        info!(
+            sessions = stat.sessions,
+            extents = stat.extents,
+            bytes = stat.granted_bytes,
+            "took over from the earlier process"
+        );
+        Ok(running)
     }
 
     /// Checks that [`take_over`](Self::take_over) would succeed, and lets go of everything.
@@ -587,7 +595,7 @@ impl RunningServer {
             self.evictors = Some(tier.evict()?);
         }
         self.spawn_reaper(self.look_every)?;
-        if self.state.has_jobs() {
+        if self.state.has_jobs() && self.writer.is_none() {
             self.spawn_writer()?;
         }
         for (listener, kept) in divide(listeners, kept) {

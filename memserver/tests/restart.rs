@@ -20,7 +20,7 @@ use std::{
 };
 
 use common::{Daemon, Log, command_at, connect, connect_as, read, stat, transfer, write};
-use farpage_fabric::{Session, Verb};
+use farpage_fabric::{Session, Verb, key::Key};
 use farpage_testkit::{RawClient, text, wait_until};
 use farpage_wire::{
     Endpoint, ExtentRange, Request, Response, ServerStat,
@@ -377,6 +377,9 @@ fn a_client_that_does_not_come_back_loses_its_memory_after_the_grace() {
 fn a_request_that_has_begun_to_come_is_answered_before_the_hand_over() {
     let server = Watched::start(&["--capacity", "64MiB"]);
     let (mut client, _) = RawClient::session(&server.daemon.shm).unwrap();
+    let Response::Challenge(challenge) = client.ask(&Request::Challenge).unwrap() else {
+        panic!("no challenge");
+    };
     let request = Request::Grant {
         bytes: MIB,
         atomics: false,
@@ -398,7 +401,13 @@ fn a_request_that_has_begun_to_come_is_answered_before_the_hand_over() {
     wait_until("the next process listens", || {
         server.count("\"listening\"") == before + 2
     });
-    // Asked again, the next process knows what it was.
+    // The next process knows what it asked, and what it was asked before.
+    let file = server.daemon.directory.path().join("key");
+    let key = Key::load_or_make(&file).unwrap();
+    let signature = key.sign(&challenge);
+    let key = key.public();
+    let shown = client.ask(&Request::Identify { key, signature }).unwrap();
+    assert_eq!(shown, Response::Done);
     assert_eq!(client.ask(&request).unwrap(), answer);
     assert_eq!(stat(&server.daemon.tcp).extents, 1);
 }
@@ -535,11 +544,14 @@ fn a_damaged_state_is_refused_in_one_line() {
 #[test]
 fn a_sigterm_drains_the_next_process_as_the_first_one() {
     let mut server = Watched::start(&["--grace", "100ms"]);
+    // Half of what is available, which is less once some is lent.
+    let capacity = stat(&server.daemon.tcp).capacity_bytes;
     let client = connect(&server.daemon.shm);
     let extent = client.grant(MIB).unwrap();
     write(&client, &extent, 0, b"here").unwrap();
     server.restart();
     server.restart();
+    assert_eq!(stat(&server.daemon.tcp).capacity_bytes, capacity);
     server.daemon.signal(Signal::SIGTERM);
     assert_eq!(server.daemon.wait().code(), Some(0));
     let Endpoint::Shm(path) = &server.daemon.shm else {

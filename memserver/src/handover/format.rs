@@ -24,6 +24,7 @@ const HASH_BYTES: usize = 16;
 pub(crate) struct HandedServer {
     /// Numbers of the descriptors, where the next process inherits them.
     pub(crate) descriptors: Vec<i32>,
+    pub(crate) capacity_bytes: u64,
     pub(crate) listeners: Vec<HandedListener>,
     pub(crate) connections: Vec<HandedConnection>,
     /// Payload bytes that the server's CPU has read and written.
@@ -294,6 +295,7 @@ mod tests {
         let (origin, key) = (Origin::User(7), PublicKey([3; 32]));
         HandedServer {
             descriptors: vec![3, 4, 5],
+            capacity_bytes: 1 << 30,
             listeners: vec![HandedListener {
                 asked: "tcp://127.0.0.1:0".parse().expect("an endpoint"),
                 found: "tcp://127.0.0.1:7400".parse().expect("an endpoint"),

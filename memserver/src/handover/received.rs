@@ -81,6 +81,11 @@ impl Handover {
         })
     }
 
+    /// Returns the capacity of the earlier process.
+    pub(crate) fn capacity_bytes(&self) -> u64 {
+        self.server.capacity_bytes
+    }
+
     /// Takes the descriptors that the service manager is to forget.
     pub(crate) fn take_kept(&mut self) -> Option<Kept> {
         self.kept.take()

@@ -18,7 +18,6 @@ use farpage_fabric::{
     server::{KeptConnection, Listener, Service, Shutdown},
 };
 use farpage_wire::{Endpoint, SessionId};
-use tracing::info;
 
 use super::{LAST_LINES, RunningServer, join};
 use crate::handover::{
@@ -33,11 +32,7 @@ impl RunningServer {
     /// Replaces this process by `successor`, which has all that is lent, and serves on. Returns
     /// only if that is not possible, and serves on then: nothing is lost.
     pub fn restart(&mut self, successor: &Successor) -> HandoverError {
-        let began = Instant::now();
-        let replace = |server: &HandedServer, carried: &Carried<'_>| {
-            replace(server, carried, successor, began)
-        };
-        match self.end_with(replace) {
+        match self.end_with(|server, carried| replace(server, carried, successor)) {
             Err(failed) => failed,
             Ok(never) => match never {},
         }
@@ -107,8 +102,11 @@ impl RunningServer {
         let listeners = self.listening.drain(..).filter_map(join).flatten();
         let listeners = listeners.collect();
         self.stop_reaper();
-        self.state.end_jobs();
-        self.writer.take().map(join);
+        // A writer whose disk hangs stays, and a name that is being written is a refusal.
+        if self.state.wait_written(Instant::now() + WRITTEN) {
+            self.state.end_jobs();
+            self.writer.take().map(join);
+        }
         drop(self.evictors.take());
         let kept = self.service.take_kept();
         let mut sessions: HashMap<SessionId, usize> = HashMap::new();
@@ -182,6 +180,7 @@ impl RunningServer {
         }
         Ok(HandedServer {
             descriptors: carried.numbers(),
+            capacity_bytes: self.state.limits().capacity_bytes,
             listeners: handed_listeners,
             connections,
             traffic: [self.traffic.bytes_read(), self.traffic.bytes_written()],
@@ -197,17 +196,10 @@ fn replace(
     server: &HandedServer,
     carried: &Carried<'_>,
     successor: &Successor,
-    began: Instant,
 ) -> Result<Infallible, HandoverError> {
     let state = seal(&server.encode()).map_err(system)?;
     let_all_inherit(carried, &state, true).map_err(system)?;
     let replaced = successor.rehearse(&state).and_then(|()| {
-        info!(
-            sessions = server.books.sessions.len(),
-            extents = server.books.extents.len(),
-            ms = began.elapsed().as_millis() as u64,
-            "handing over to the next process"
-        );
         log::flush(Instant::now() + LAST_LINES);
         Err(successor.replace(&state))
     });
