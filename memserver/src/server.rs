@@ -419,7 +419,6 @@ impl Server {
             service,
             shutdown,
             traffic,
-            limits,
             look_every,
             reaper_stops: Arc::default(),
             reaper: None,
@@ -531,7 +530,6 @@ pub struct RunningServer {
     service: Arc<Service>,
     shutdown: Shutdown,
     traffic: Arc<ServerTraffic>,
-    limits: ConnectionLimits,
     /// Interval of the reaper's looks.
     look_every: Duration,
     reaper_stops: Arc<(Mutex<bool>, Condvar)>,
@@ -624,10 +622,14 @@ impl RunningServer {
     }
 
     fn spawn_reaper(&mut self, every: Duration) -> io::Result<()> {
+        self.state.renew_connected(Instant::now());
+        *self.reaper_stops.0.lock() = false;
         let (state, stops) = (self.state.clone(), self.reaper_stops.clone());
         let reap = move || {
             let (stopped, wake) = &*stops;
             let mut stopped = stopped.lock();
+            // Clients speak first: their renewals may have waited while nobody was served.
+            wake.wait_for(&mut stopped, every);
             while !*stopped {
                 state.reap(Instant::now());
                 wake.wait_for(&mut stopped, every);

@@ -4,6 +4,8 @@
 mod common;
 #[path = "restart/managed.rs"]
 mod managed;
+#[path = "restart/slow.rs"]
+mod slow;
 
 use std::{
     fs,

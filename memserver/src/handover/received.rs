@@ -108,20 +108,18 @@ impl Handover {
     pub(crate) fn connections(&mut self) -> Result<Vec<KeptConnection>, HandoverError> {
         let connections = std::mem::take(&mut self.server.connections);
         let kept = connections.into_iter().map(|it| {
-            Ok(KeptConnection {
-                socket: self.descriptors.take(it.socket)?,
-                transport: it.transport,
-                peer: Peer {
-                    name: it.peer,
-                    origin: it.origin,
-                },
-                session: it.session,
-                lease: Duration::from_millis(it.lease_ms),
-                asked: Asked {
-                    challenge: it.challenge,
-                    is_leaving: it.is_leaving,
-                },
-            })
+            let peer = Peer {
+                name: it.peer,
+                origin: it.origin,
+            };
+            let asked = Asked {
+                challenge: it.challenge,
+                is_leaving: it.is_leaving,
+            };
+            let session = (it.session, Duration::from_millis(it.lease_ms));
+            let socket = self.descriptors.take(it.socket)?;
+            KeptConnection::inherited(socket, it.transport, peer, session, asked)
+                .map_err(|error| HandoverError::State(format!("a connection: {error}")))
         });
         kept.collect()
     }

@@ -9,13 +9,12 @@ use std::{
     convert::Infallible,
     io,
     os::fd::AsFd,
-    sync::Arc,
     time::{Duration, Instant},
 };
 
 use farpage_fabric::{
     log,
-    server::{KeptConnection, Listener, Service, Shutdown},
+    server::{KeptConnection, Listener, Shutdown},
 };
 use farpage_wire::{Endpoint, SessionId};
 
@@ -25,14 +24,30 @@ use crate::handover::{
     Successor, let_all_inherit, seal,
 };
 
-/// The longest wait for publications that are answered already.
-const WRITTEN: Duration = Duration::from_secs(10);
+/// The longest wait for publications that are answered already, while requests wait.
+const WRITTEN: Duration = Duration::from_secs(5);
+
+/// The longest wait for requests under way at a restart, which can be asked for again.
+const SOON: Duration = Duration::from_secs(2);
+/// The longest wait for requests under way before an end after which nothing is left.
+const BEFORE_THE_END: Duration = Duration::from_secs(20);
+
+/// Urgency of a hand-over.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Urgency {
+    /// The server serves on if a request takes too long.
+    Later,
+    /// The process ends in any case. A request that takes too long loses its connection.
+    Now,
+}
 
 impl RunningServer {
     /// Replaces this process by `successor`, which has all that is lent, and serves on. Returns
     /// only if that is not possible, and serves on then: nothing is lost.
     pub fn restart(&mut self, successor: &Successor) -> HandoverError {
-        match self.end_with(|server, carried| replace(server, carried, successor)) {
+        match self.end_with(Urgency::Later, |server, carried| {
+            replace(server, carried, successor)
+        }) {
             Err(failed) => failed,
             Ok(never) => match never {},
         }
@@ -44,7 +59,7 @@ impl RunningServer {
     /// # Errors
     /// [`HandoverError`]; the server serves on.
     pub fn store(&mut self, manager: &ServiceManager) -> Result<(), HandoverError> {
-        self.end_with(|server, carried| {
+        self.end_with(Urgency::Now, |server, carried| {
             let state = seal(&server.encode()).map_err(system)?;
             manager.store(carried, &state)?;
             log::flush(Instant::now() + LAST_LINES);
@@ -56,10 +71,11 @@ impl RunningServer {
     /// that fails.
     fn end_with<T>(
         &mut self,
+        urgency: Urgency,
         hand: impl FnOnce(&HandedServer, &Carried<'_>) -> Result<T, HandoverError>,
     ) -> Result<T, HandoverError> {
         self.may_hand_over()?;
-        let (listeners, kept) = self.pause();
+        let (listeners, kept) = self.pause(urgency)?;
         let mut carried = Carried::default();
         let handed = self
             .hand_over(&listeners, &kept, &mut carried)
@@ -86,22 +102,52 @@ impl RunningServer {
                 "clients over {endpoint} have keys of memory that end with this process; stop and start the server, or drain it with --drain-timeout"
             )));
         }
-        // Data is moved meanwhile.
-        if !self.state.wait_written(Instant::now() + WRITTEN) {
-            return Err(HandoverError::Refused(
-                "the disk of --persist takes too long: try again when it has all publications"
-                    .to_owned(),
-            ));
-        }
         Ok(())
     }
 
+    /// Stops all requests, while data is moved still.
+    ///
+    /// # Errors
+    /// [`HandoverError`]: one takes too long, or a disk does.
+    fn stop_requests(&self, urgency: Urgency) -> Result<(), HandoverError> {
+        let patience = match urgency {
+            Urgency::Later => SOON,
+            Urgency::Now => BEFORE_THE_END,
+        };
+        let refused = |reason: &str| Err(HandoverError::Refused(reason.to_owned()));
+        let is_stopped = self.service.stop_requests(Instant::now() + patience);
+        if !is_stopped && urgency == Urgency::Later {
+            return refused("a request takes too long: try again when it has ended");
+        }
+        // No request adds a publication any more.
+        match self.state.wait_written(Instant::now() + WRITTEN) {
+            true => Ok(()),
+            false => refused(
+                "the disk of --persist takes too long: try again when it has all publications",
+            ),
+        }
+    }
+
     /// Stops serving. Returns the listeners, and the connections between two requests.
-    fn pause(&mut self) -> (Vec<Listener>, Vec<KeptConnection>) {
+    ///
+    /// # Errors
+    /// [`HandoverError`]: a request takes too long. Everything goes on as if nothing had been.
+    fn pause(
+        &mut self,
+        urgency: Urgency,
+    ) -> Result<(Vec<Listener>, Vec<KeptConnection>), HandoverError> {
+        // A lease that ends while its renewal is not read would be the server's fault.
+        self.stop_reaper();
+        if let Err(refused) = self.stop_requests(urgency) {
+            self.service.take_requests();
+            if let Err(error) = self.spawn_reaper(self.look_every) {
+                tracing::error!(%error, "cannot take memory back from clients that are gone");
+            }
+            return Err(refused);
+        }
         self.service.hand_over();
         let listeners = self.listening.drain(..).filter_map(join).flatten();
         let listeners = listeners.collect();
-        self.stop_reaper();
         // A writer whose disk hangs stays, and a name that is being written is a refusal.
         if self.state.wait_written(Instant::now() + WRITTEN) {
             self.state.end_jobs();
@@ -114,18 +160,16 @@ impl RunningServer {
             *sessions.entry(connection.session).or_default() += 1;
         }
         self.state.disconnect(&sessions);
-        (listeners, kept)
+        Ok((listeners, kept))
     }
 
     /// Serves again.
     fn resume(&mut self, listeners: Vec<Listener>, kept: Vec<KeptConnection>) {
-        *self.reaper_stops.0.lock() = false;
         if let Some(tier) = self.state.tier() {
             tier.go_on();
         }
         let resumed = Shutdown::new().and_then(|shutdown| {
-            let (host, traffic) = (self.state.clone(), Arc::clone(&self.traffic));
-            self.service = Service::new(host, self.limits, traffic, shutdown.clone());
+            self.service = self.service.again(shutdown.clone());
             self.shutdown = shutdown;
             self.spawn_threads(listeners, kept)
         });
@@ -168,7 +212,7 @@ impl RunningServer {
         let mut connections = Vec::new();
         for it in kept {
             connections.push(HandedConnection {
-                socket: carried.add(it.socket.as_fd()),
+                socket: carried.add(it.as_fd()),
                 transport: it.transport,
                 peer: it.peer.name.clone(),
                 origin: it.peer.origin,

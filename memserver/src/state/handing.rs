@@ -41,6 +41,15 @@ impl State {
         }
     }
 
+    /// Renews the leases of sessions that have connections: no request was read until now.
+    pub(crate) fn renew_connected(&self, now: Instant) {
+        for session in self.ledger.lock().sessions.values_mut() {
+            if session.connections > 0 {
+                session.renewed = now;
+            }
+        }
+    }
+
     /// Writes the books, and adds the memory to `carried`. No thread serves clients meanwhile.
     ///
     /// # Errors

@@ -118,7 +118,7 @@ impl Service {
             connections.extend(self.go_on(kept));
         }
         while !self.shutdown.has_begun() {
-            let mut fds = [listener.as_fd(), self.shutdown.0.1.as_fd()]
+            let mut fds = [listener.as_fd(), self.shutdown.0.begun.as_fd()]
                 .map(|fd| PollFd::new(fd, PollFlags::POLLIN));
             // An interrupted poll is as good as one that found nothing.
             let _ = poll(&mut fds, PollTimeout::NONE);
@@ -147,7 +147,7 @@ impl Service {
                 continue;
             };
             let transport = listener.transport();
-            let connection = self.connection(stream, transport, peer, place);
+            let connection = self.connection(Arc::new(stream), transport, peer, place);
             connections.extend(self.spawn(number, connection, Connection::run));
         }
         let listener = match self.is_handing_over() {
@@ -162,7 +162,8 @@ impl Service {
         };
         self.frames.close();
         let until = Instant::now() + JOIN;
-        let open = connections.values().filter(|it| !it.thread.is_finished());
+        let is_open = |it: &&Accepted| !it.thread.is_finished() && !it.stage.is_kept();
+        let open = connections.values().filter(is_open);
         for stream in open.filter_map(|it| it.socket.upgrade()) {
             stream.close();
         }
@@ -191,12 +192,11 @@ impl Service {
 
     fn connection(
         self: &Arc<Self>,
-        stream: PeerStream,
+        stream: Arc<PeerStream>,
         transport: Transport,
         peer: Peer,
         place: ConnectionPlace,
     ) -> Connection {
-        let stream = Arc::new(stream);
         place.occupy(&stream);
         Connection {
             stream,
@@ -241,7 +241,7 @@ impl Service {
     /// Serves a control connection of an earlier process.
     fn go_on(self: &Arc<Self>, kept: KeptConnection) -> Option<(u64, Accepted)> {
         let KeptConnection {
-            socket,
+            stream,
             transport,
             peer,
             session,
@@ -250,7 +250,6 @@ impl Service {
         } = kept;
         let number = self.accepted.fetch_add(1, Ordering::Relaxed);
         let place = self.places.arrive(number, peer.origin);
-        let stream = KeptConnection::stream(socket, transport).ok()?;
         let connection = self.connection(stream, transport, peer, place);
         // Refused where the limits are lower than those of the earlier process: the connection then
         // gives way to others, as one does that has not said what it is for.

@@ -21,9 +21,11 @@ use nix::{
 use super::{
     close::CloseReason,
     connection::{Connection, Ending},
+    gate::Phase,
     kept::Asked,
     lines::LineHold,
     places::Aim,
+    service::Service,
 };
 use crate::{
     host::{Admission, Asker, Host, Transport},
@@ -108,7 +110,8 @@ impl Connection {
             Ok(Last::HandOver) => {
                 let peer = &self.peer;
                 let (service, session) = (&self.service, (session, lease));
-                service.keep(&self.stream, self.transport, peer, session, asked)?;
+                self.stage.set_kept();
+                service.keep(&self.stream, self.transport, peer, session, asked);
                 return Ok(Ending::HandOver);
             }
             // A server that ends has not lost its clients: over shared memory they keep what they
@@ -126,14 +129,15 @@ impl Connection {
         if self.transport == Transport::Rdma {
             return false;
         }
-        let shutdown = &self.service.shutdown;
-        while !shutdown.has_begun() {
-            let mut fds = [self.stream.as_fd(), shutdown.0.1.as_fd()]
+        let Service { gate, shutdown, .. } = &*self.service;
+        while gate.pass() == Phase::Open && !shutdown.has_begun() {
+            let (begun, stops) = (shutdown.0.begun.as_fd(), shutdown.0.stops.as_fd());
+            let mut fds = [self.stream.as_fd(), begun, stops]
                 .map(|fd| PollFd::new(fd, PollFlags::POLLIN));
             match poll(&mut fds, timeout_until(until)) {
                 Err(Errno::EINTR) => {}
                 // The read that follows says what is wrong.
-                _ if fds[1].any() != Some(true) => return false,
+                _ if fds[1..].iter().all(|fd| fd.any() != Some(true)) => return false,
                 _ => {}
             }
         }
@@ -170,9 +174,14 @@ impl Connection {
         held: &LineHold<'_>,
         asked: &mut Asked,
     ) -> Result<Last, CloseReason> {
+        let _visit = self.service.gate.enter();
         loop {
             if self.is_handed_over(Instant::now() + lease) {
-                return Ok(Last::HandOver);
+                // The newer connection of the session is the one to keep.
+                return match held.is_replaced() {
+                    true => Err(CloseReason::replaced()),
+                    false => Ok(Last::HandOver),
+                };
             }
             // A client that lives renews well within its lease: silence is a peer that vanished
             // without a word.

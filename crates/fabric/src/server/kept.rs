@@ -6,7 +6,7 @@
 
 use std::{
     io,
-    os::fd::{BorrowedFd, FromRawFd, OwnedFd, RawFd},
+    os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd, RawFd},
     sync::{
         Arc, Weak,
         atomic::{AtomicU8, Ordering},
@@ -23,9 +23,9 @@ use crate::{
     stream::PeerStream,
 };
 
-/// The longest wait for requests under way. Data connections are served meanwhile. A publication
-/// may wait for a disk, and a copy for memory.
-const REQUESTS: Duration = Duration::from_secs(30);
+/// The longest wait for control connections that were stopped between two requests, and only have
+/// to leave.
+const STOPPED: Duration = Duration::from_secs(5);
 
 /// The longest wait for connections that have not said what they are for, or that only ask for
 /// figures: less than a person notices.
@@ -43,8 +43,9 @@ pub struct Asked {
 /// A control connection between two requests.
 #[derive(Debug)]
 pub struct KeptConnection {
-    /// Connected socket, Unix or TCP.
-    pub socket: OwnedFd,
+    /// Connected socket, Unix or TCP. Moved rather than duplicated: a server that has no
+    /// descriptors left has its clients still.
+    pub(super) stream: Arc<PeerStream>,
     /// Transport of the session.
     pub transport: Transport,
     /// The client.
@@ -58,13 +59,36 @@ pub struct KeptConnection {
 }
 
 impl KeptConnection {
-    /// Returns the socket as the server's threads use it.
-    pub(super) fn stream(socket: OwnedFd, transport: Transport) -> io::Result<PeerStream> {
-        match transport {
-            Transport::Shm => Ok(PeerStream::Unix(socket.into())),
-            Transport::Tcp => Ok(PeerStream::Tcp(socket.into())),
-            Transport::Rdma => Err(io::ErrorKind::Unsupported.into()),
-        }
+    /// Takes over the connection of `session` from an earlier process.
+    ///
+    /// # Errors
+    /// The transport is RDMA, whose connections end with their process.
+    pub fn inherited(
+        socket: OwnedFd,
+        transport: Transport,
+        peer: Peer,
+        (session, lease): (SessionId, Duration),
+        asked: Asked,
+    ) -> io::Result<Self> {
+        let stream = match transport {
+            Transport::Shm => PeerStream::Unix(socket.into()),
+            Transport::Tcp => PeerStream::Tcp(socket.into()),
+            Transport::Rdma => return Err(io::ErrorKind::Unsupported.into()),
+        };
+        Ok(Self {
+            stream: Arc::new(stream),
+            transport,
+            peer,
+            session,
+            lease,
+            asked,
+        })
+    }
+}
+
+impl AsFd for KeptConnection {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.stream.as_fd()
     }
 }
 
@@ -112,6 +136,7 @@ pub(super) struct Stage(AtomicU8);
 impl Stage {
     const CONTROL: u8 = 1;
     const DATA: u8 = 2;
+    const KEPT: u8 = 3;
 
     pub(super) fn is_control(&self) {
         self.0.store(Self::CONTROL, Ordering::Relaxed);
@@ -121,10 +146,20 @@ impl Stage {
         self.0.store(Self::DATA, Ordering::Relaxed);
     }
 
+    /// Notes that the connection's socket is the next process's.
+    pub(super) fn set_kept(&self) {
+        self.0.store(Self::KEPT, Ordering::Relaxed);
+    }
+
+    /// True if the connection's socket is the next process's.
+    pub(super) fn is_kept(&self) -> bool {
+        self.0.load(Ordering::Relaxed) == Self::KEPT
+    }
+
     /// Returns the longest wait for the connection's end.
     fn patience(&self) -> Duration {
         match self.0.load(Ordering::Relaxed) {
-            Self::CONTROL => REQUESTS,
+            Self::CONTROL | Self::KEPT => STOPPED,
             Self::DATA => Duration::ZERO,
             _ => STRANGERS,
         }

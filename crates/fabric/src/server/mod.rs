@@ -11,6 +11,7 @@ mod connection;
 mod control;
 mod data;
 mod frames;
+mod gate;
 mod incoming;
 mod kept;
 mod lines;

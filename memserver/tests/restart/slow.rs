@@ -1,0 +1,89 @@
+//! Restarts while a request takes long, or that take long themselves.
+
+use std::{
+    fs,
+    io::{Read, Write},
+    os::unix::fs::{PermissionsExt, symlink},
+};
+
+use farpage_fabric::Verb;
+use farpage_testkit::{RawClient, wait_until};
+use farpage_wire::{Request, Response, control};
+use nix::sys::signal::Signal;
+
+use super::{
+    MIB, Watched,
+    common::{Daemon, command_at, connect, read, stat, transfer, write},
+};
+
+/// Bytes of a request, in two halves.
+fn halves(request: &Request) -> [Vec<u8>; 2] {
+    let bytes = control::encode(request).unwrap();
+    let (half, rest) = bytes.split_at(bytes.len() / 2);
+    [half.to_vec(), rest.to_vec()]
+}
+
+fn grant() -> Request {
+    Request::Grant {
+        bytes: MIB,
+        atomics: false,
+        serial: Some(1),
+    }
+}
+
+#[test]
+fn a_request_that_takes_long_makes_a_restart_wait_and_costs_nobody_anything() {
+    let server = Watched::start(&["--capacity", "64MiB"]);
+    let (mut slow, _) = RawClient::session(&server.daemon.shm).unwrap();
+    let other = connect(&server.daemon.shm);
+    let kept = other.grant(MIB).unwrap();
+    write(&other, &kept, 0, b"here").unwrap();
+    let data = connect(&server.daemon.tcp);
+    let extent = data.grant(MIB).unwrap();
+    let line = data.line();
+    let mut channel = line.channel::<Vec<u8>>().unwrap();
+    let [half, rest] = halves(&grant());
+    slow.write_all(&half).unwrap();
+    let said = server.restart_in_vain();
+    assert!(said.contains("a request takes too long"), "{said}");
+    // No connection was cut: the one that moves data goes on, and so does the request.
+    transfer(&mut *channel, Verb::Write, extent.id, 0, vec![7; 8]).unwrap();
+    slow.write_all(&rest).unwrap();
+    let answer = slow.hear().unwrap();
+    assert!(matches!(answer, Response::Granted { .. }), "{answer:?}");
+    // The byte that carries the descriptor.
+    slow.read_exact(&mut [0]).unwrap();
+    assert_eq!(stat(&server.daemon.tcp).sessions, 3);
+    server.restart();
+    assert_eq!(slow.ask(&Request::Renew).unwrap(), Response::Done);
+    assert_eq!(read(&other, kept.id, 0, 4).unwrap(), b"here");
+    assert_eq!(read(&data, extent.id, 0, 8).unwrap(), [7; 8]);
+}
+
+#[test]
+fn a_restart_that_takes_longer_than_a_lease_costs_no_session() {
+    let directory = tempfile::tempdir().unwrap();
+    let program = directory.path().join("farpage-memserver");
+    let binary = env!("CARGO_BIN_EXE_farpage-memserver");
+    symlink(binary, &program).unwrap();
+    let arguments = ["--capacity", "64MiB", "--lease", "5s"];
+    let server = Watched::of(Daemon::run(command_at(&program), &arguments));
+    // A program that takes 3 s to start: once to rehearse, and once to take over.
+    let script = directory.path().join("script");
+    fs::write(&script, format!("#!/bin/sh\nsleep 3; exec {binary} \"$@\"\n")).unwrap();
+    fs::set_permissions(&script, fs::Permissions::from_mode(0o700)).unwrap();
+    fs::rename(&script, &program).unwrap();
+    let (mut client, _) = RawClient::session(&server.daemon.tcp).unwrap();
+    client.grant(MIB).unwrap();
+    let before = server.count("\"listening\"");
+    server.daemon.signal(Signal::SIGUSR2);
+    wait_until("the restart begins", || {
+        server.count("\"restarting\"") == 1
+    });
+    client.say(&Request::Renew).unwrap();
+    wait_until("the next process listens", || {
+        server.count("\"listening\"") == before + 2
+    });
+    assert_eq!(client.hear().unwrap(), Response::Done);
+    assert_eq!(server.count("its lease ran out"), 0);
+}
