@@ -29,7 +29,7 @@ use tracing::{info, warn};
 use crate::{
     descriptors,
     durable::{PersistError, Stored},
-    handover::{Handover, HandoverError},
+    handover::{Handover, HandoverError, Kept},
     state::{Limits, State},
     tier::{Evictors, LEAST_MEMORY_BYTES, Tier},
 };
@@ -284,10 +284,13 @@ impl Server {
         let kept = handed.take_kept();
         let prepared = self.prepare(Some(handed))?;
         // Only now: what is given back to the manager of a start that fails is there for the next.
+        let mut unforgotten = None;
         if let Some(kept) = kept {
-            kept.forget();
+            kept.set_taken()?;
+            unforgotten = kept.forget().err();
         }
-        let running = prepared.serve()?;
+        let mut running = prepared.serve()?;
+        running.unforgotten = unforgotten;
         let stat = running.stat();
         info!(
             sessions = stat.sessions,
@@ -427,6 +430,7 @@ impl Server {
             evictors,
             grace: self.grace,
             drain_timeout: self.drain_timeout,
+            unforgotten: None,
         };
         Ok(PreparedServer {
             running,
@@ -542,6 +546,8 @@ pub struct RunningServer {
     evictors: Option<Evictors>,
     grace: Duration,
     drain_timeout: Duration,
+    /// Descriptors that the service manager was to forget, and has not.
+    unforgotten: Option<Kept>,
 }
 
 impl RunningServer {

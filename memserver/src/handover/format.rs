@@ -42,6 +42,8 @@ pub(crate) struct HandedListener {
     /// Endpoint with the port that was found.
     pub(crate) found: Endpoint,
     pub(crate) socket: u32,
+    /// Number of a Unix socket's file, 0 for others.
+    pub(crate) inode: u64,
 }
 
 /// A control connection between two requests.
@@ -300,6 +302,7 @@ mod tests {
                 asked: "tcp://127.0.0.1:0".parse().expect("an endpoint"),
                 found: "tcp://127.0.0.1:7400".parse().expect("an endpoint"),
                 socket: 0,
+                inode: 7,
             }],
             connections: vec![HandedConnection {
                 socket: 1,

@@ -21,7 +21,7 @@ use tracing::warn;
 use super::{
     error::HandoverError,
     format::HandedServer,
-    store::{Kept, PLACE, STATE, ServiceManager},
+    store::{Kept, MARK, STATE, ServiceManager, place_of},
 };
 
 /// First descriptor that a service manager passes (sd_listen_fds(3)).
@@ -99,7 +99,7 @@ impl Handover {
         };
         let listener = listeners.swap_remove(place);
         match self.descriptors.take(listener.socket) {
-            Ok(socket) => Listener::inherited(&listener.found, socket).map(Some),
+            Ok(socket) => Listener::inherited(&listener.found, socket, listener.inode),
             Err(_) => Ok(None),
         }
     }
@@ -147,12 +147,14 @@ impl Handover {
             warn!(%error, "cannot speak to the service manager");
             None
         })?;
-        let kept = Kept {
+        let mut kept = Kept {
             manager,
             names: names.clone(),
+            mark: None,
         };
         match assemble(&names, descriptors) {
-            Ok(mut handed) => {
+            Ok((mut handed, mark)) => {
+                kept.mark = Some(mark);
                 handed.kept = Some(kept);
                 Some(handed)
             }
@@ -161,7 +163,8 @@ impl Handover {
                     descriptors = names.len(),
                     "{error}: the memory that it left is given back, and its clients have lost it"
                 );
-                kept.forget();
+                // The next start refuses what is not forgotten.
+                let _ = kept.forget();
                 None
             }
         }
@@ -178,37 +181,46 @@ fn passed() -> Option<(Vec<String>, Vec<Option<OwnedFd>>)> {
     let names = env::var("LISTEN_FDNAMES").unwrap_or_default();
     let all = names.split(':').zip(FIRST..FIRST.checked_add(count)?);
     let (names, descriptors): (Vec<_>, Vec<_>) = all
-        .filter(|(name, _)| name.starts_with(PLACE))
+        .filter(|(name, _)| [STATE, MARK].contains(name) || place_of(name).is_some())
         .map(|(name, number)| (name.to_owned(), take_inherited(number).ok()))
         .unzip();
     (!names.is_empty()).then_some((names, descriptors))
 }
 
-/// Puts the descriptors at the places that their names say.
+/// Puts the descriptors at the places that their names say. Returns the mark, too.
 fn assemble(
     names: &[String],
     descriptors: Vec<Option<OwnedFd>>,
-) -> Result<Handover, HandoverError> {
-    let (mut state, mut places) = (None, Vec::new());
+) -> Result<(Handover, File), HandoverError> {
+    let refused = |reason: &str| HandoverError::State(reason.to_owned());
+    let (mut state, mut mark, mut places) = (None, None, Vec::new());
     places.resize_with(names.len(), || None);
     for (name, descriptor) in names.iter().zip(descriptors) {
-        if name == STATE {
-            state = descriptor;
-        } else if let Some(place) = name.strip_prefix(PLACE)
-            && let Ok(place) = place.parse::<usize>()
-            && let Some(slot) = places.get_mut(place)
+        let slot = match &**name {
+            STATE => Some(&mut state),
+            MARK => Some(&mut mark),
+            name => place_of(name).and_then(|place| places.get_mut(place)),
+        };
+        if let Some(slot) = slot
+            && let Some(descriptor) = descriptor
+            && slot.replace(descriptor).is_some()
         {
-            *slot = descriptor;
+            return Err(refused("parts of two earlier processes are mixed"));
         }
     }
-    let state = state.ok_or_else(|| HandoverError::State("its state is missing".to_owned()))?;
+    let state = state.ok_or_else(|| refused("its state is missing"))?;
+    let mark = File::from(mark.ok_or_else(|| refused("its mark is missing"))?);
+    if !mark.metadata().is_ok_and(|mark| mark.len() == 0) {
+        return Err(refused("another process has taken over already"));
+    }
     let server = read(state)?;
     if places.iter().filter(|it| it.is_some()).count() < server.descriptors.len() {
-        return Err(HandoverError::State("descriptors are missing".to_owned()));
+        return Err(refused("descriptors are missing"));
     }
-    Ok(Handover {
+    let handed = Handover {
         server,
         descriptors: Descriptors::from(places),
         kept: None,
-    })
+    };
+    Ok((handed, mark))
 }

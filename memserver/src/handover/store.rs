@@ -7,15 +7,18 @@
 
 use std::{
     env,
-    io::{self, IoSlice, Read},
+    fs::File,
+    io::{self, IoSlice, Read, Write},
     os::{
         fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd},
         unix::net::UnixStream,
     },
+    process,
     time::Duration,
 };
 
 use nix::sys::{
+    memfd::{MFdFlags, memfd_create},
     socket::{
         AddressFamily, ControlMessage, MsgFlags, SockFlag, SockType, UnixAddr, sendmsg, setsockopt,
         socket, sockopt,
@@ -28,8 +31,24 @@ use super::{error::HandoverError, successor::Carried};
 
 /// Name of the state among the manager's descriptors.
 pub(super) const STATE: &str = "farpage-state";
-/// Beginning of the names of the others, which their places follow.
-pub(super) const PLACE: &str = "farpage-";
+/// Name of the file that is empty until a process has taken the others over.
+pub(super) const MARK: &str = "farpage-mark";
+/// Beginning of the names of the others, which their places follow. Short: the names of all
+/// descriptors are one string of the next process's environment.
+const PLACE: &str = "f";
+
+/// Upper bound of all names together: the kernel passes strings of 128 KiB.
+const NAMES_BYTES: usize = 120 << 10;
+
+/// Returns the name of the descriptor at `place`.
+fn name_of(place: usize) -> String {
+    format!("{PLACE}{place}")
+}
+
+/// Returns the place of the descriptor called `name`, if it has one.
+pub(super) fn place_of(name: &str) -> Option<usize> {
+    name.strip_prefix(PLACE)?.parse().ok()
+}
 
 /// The longest wait for the manager.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -61,11 +80,14 @@ impl ServiceManager {
         let socket = socket(kind.0, kind.1, SockFlag::SOCK_CLOEXEC, None)?;
         let patience = TimeVal::seconds(PATIENCE.as_secs() as i64);
         setsockopt(&socket, sockopt::SendTimeout, &patience)?;
-        let room = env::var("FDSTORE").ok().and_then(|most| most.parse().ok());
+        let number = |name: &str| env::var(name).ok()?.parse::<usize>().ok();
+        // The manager throws away what another process than the service's main one gives it.
+        let is_main = number("SYSTEMD_EXEC_PID") == Some(process::id() as usize);
+        let room = number("FDSTORE").filter(|_| is_main).unwrap_or(0);
         Ok(Some(Self {
             socket,
             address,
-            room: room.unwrap_or(0),
+            room,
         }))
     }
 
@@ -82,44 +104,53 @@ impl ServiceManager {
         self.say("READY=1", &[])
     }
 
-    /// Gives the manager `carried` and `state`, in this order: without a state, nothing counts.
+    /// Gives the manager `carried`, a mark and `state`, in this order: without a state, nothing
+    /// counts.
     pub(crate) fn store(
         &self,
         carried: &Carried<'_>,
         state: &OwnedFd,
     ) -> Result<(), HandoverError> {
-        let count = carried.all().count() + 1;
+        let mut names: Vec<String> = (0..carried.all().count()).map(name_of).collect();
+        names.extend([MARK, STATE].map(str::to_owned));
+        let count = names.len();
+        if names.iter().map(|name| name.len() + 1).sum::<usize>() > NAMES_BYTES {
+            return Err(HandoverError::Refused(format!(
+                "the names of {count} descriptors are too long for the environment of a process"
+            )));
+        }
         if count > self.room {
             return Err(HandoverError::Refused(format!(
                 "the service manager keeps {} descriptors, and {count} are needed: raise FileDescriptorStoreMax=",
                 self.room
             )));
         }
-        let keep = |name: &str, descriptor: BorrowedFd<'_>| {
+        let failed = |error: io::Error| HandoverError::Refused(format!("the service manager: {error}"));
+        let flags = MFdFlags::MFD_CLOEXEC;
+        let mark = memfd_create(c"farpage-mark", flags).map_err(|errno| failed(errno.into()))?;
+        let keep = |(name, descriptor): (&String, BorrowedFd<'_>)| {
             // The manager is not to look whether a socket was closed.
             let text = format!("FDSTORE=1\nFDPOLL=0\nFDNAME={name}");
             self.say(&text, &[descriptor.as_raw_fd()])
         };
-        let stored = (carried.all().enumerate())
-            .try_for_each(|(place, descriptor)| keep(&format!("{PLACE}{place}"), descriptor))
-            .and_then(|()| keep(STATE, state.as_fd()))
-            .and_then(|()| self.wait());
-        stored.map_err(|error| {
-            let names = (0..count - 1).map(|place| format!("{PLACE}{place}"));
-            self.forget(names.chain([STATE.to_owned()]));
-            HandoverError::Refused(format!("the service manager: {error}"))
+        let all = carried.all().chain([mark.as_fd(), state.as_fd()]);
+        let stored = names.iter().zip(all).try_for_each(keep);
+        stored.and_then(|()| self.wait()).map_err(|error| {
+            self.forget(&names);
+            failed(error)
         })
     }
 
-    /// Tells the manager to forget descriptors.
-    pub(crate) fn forget(&self, names: impl IntoIterator<Item = String>) {
+    /// Tells the manager to forget descriptors. True if it does.
+    fn forget(&self, names: &[String]) -> bool {
         let forgotten = names
-            .into_iter()
+            .iter()
             .try_for_each(|name| self.say(&format!("FDSTOREREMOVE=1\nFDNAME={name}"), &[]))
             .and_then(|()| self.wait());
-        if let Err(error) = forgotten {
+        if let Err(error) = &forgotten {
             warn!(%error, "the service manager keeps descriptors that nobody needs: the memory behind them is free when the service is stopped");
         }
+        forgotten.is_ok()
     }
 
     /// Waits until the manager has acted on everything that was said.
@@ -150,11 +181,25 @@ impl ServiceManager {
 pub(crate) struct Kept {
     pub(super) manager: ServiceManager,
     pub(super) names: Vec<String>,
+    pub(super) mark: Option<File>,
 }
 
 impl Kept {
-    /// Tells the manager to forget the descriptors.
-    pub(crate) fn forget(self) {
-        self.manager.forget(self.names);
+    /// Notes that this process takes the descriptors over: if the manager should pass them to
+    /// another one, that one refuses them.
+    ///
+    /// # Errors
+    /// The system's error.
+    pub(crate) fn set_taken(&self) -> io::Result<()> {
+        let mut mark = self.mark.as_ref();
+        mark.as_mut().map_or(Ok(()), |mark| mark.write_all(b"taken"))
+    }
+
+    /// Tells the manager to forget the descriptors. Returns them if it does not, to be tried again.
+    pub(crate) fn forget(self) -> Result<(), Self> {
+        match self.manager.forget(&self.names) {
+            true => Ok(()),
+            false => Err(self),
+        }
     }
 }

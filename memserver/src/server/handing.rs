@@ -20,7 +20,7 @@ use farpage_wire::{Endpoint, SessionId};
 
 use super::{LAST_LINES, RunningServer, join};
 use crate::handover::{
-    Carried, HandedConnection, HandedListener, HandedServer, HandoverError, ServiceManager,
+    Carried, HandedConnection, HandedListener, HandedServer, HandoverError, Kept, ServiceManager,
     Successor, let_all_inherit, seal,
 };
 
@@ -59,6 +59,12 @@ impl RunningServer {
     /// # Errors
     /// [`HandoverError`]; the server serves on.
     pub fn store(&mut self, manager: &ServiceManager) -> Result<(), HandoverError> {
+        // What the manager was to forget before would mix with what it is to keep.
+        if let Some(Err(kept)) = self.unforgotten.take().map(Kept::forget) {
+            self.unforgotten = Some(kept);
+            let reason = "the service manager keeps what it was to forget";
+            return Err(HandoverError::Refused(reason.to_owned()));
+        }
         self.end_with(Urgency::Now, |server, carried| {
             let state = seal(&server.encode()).map_err(system)?;
             manager.store(carried, &state)?;
@@ -207,6 +213,7 @@ impl RunningServer {
                 asked: self.asked[place].clone(),
                 found: found.clone(),
                 socket: carried.add(listener.as_fd()),
+                inode: listener.inode(),
             });
         }
         let mut connections = Vec::new();

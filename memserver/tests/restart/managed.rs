@@ -2,7 +2,7 @@
 
 use std::{
     fs::File,
-    io::IoSliceMut,
+    io::{IoSliceMut, Write},
     os::{
         fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd},
         unix::{net::UnixDatagram, process::CommandExt},
@@ -32,7 +32,7 @@ use nix::{
 use tempfile::TempDir;
 
 use super::{
-    MIB,
+    MIB, PAUSE,
     common::{command, connect, connect_as, read, stat, write},
     work,
 };
@@ -139,24 +139,11 @@ fn log(directory: &Path) -> PathBuf {
 
 /// Starts a process of the service, which finds `passed` from [`FIRST`] on.
 fn spawn(directory: &Path, arguments: &[String], passed: &[(String, OwnedFd)]) -> Child {
-    let daemon = command();
-    let log = File::options()
-        .append(true)
-        .create(true)
-        .open(log(directory));
     let names: Vec<_> = passed.iter().map(|(name, _)| &**name).collect();
-    // Only the process itself knows its number in time.
-    let mut service = Command::new("sh");
+    let mut service = service(directory, arguments, "$$");
     service
-        .args(["-c", "export LISTEN_PID=$$; exec \"$@\"", "sh"])
-        .arg(daemon.get_program())
-        .arg("serve")
-        .args(arguments)
-        .env("NOTIFY_SOCKET", directory.join("notify"))
-        .env("FDSTORE", "1000")
         .env("LISTEN_FDS", passed.len().to_string())
-        .env("LISTEN_FDNAMES", names.join(":"))
-        .stderr(Stdio::from(log.unwrap()));
+        .env("LISTEN_FDNAMES", names.join(":"));
     let numbers: Vec<RawFd> = passed.iter().map(|(_, fd)| fd.as_raw_fd()).collect();
     // SAFETY: the closure makes system calls alone, on descriptors that are open until `spawn`
     // returns; those that it makes are not used by this process.
@@ -169,6 +156,26 @@ fn spawn(directory: &Path, arguments: &[String], passed: &[(String, OwnedFd)]) -
         });
     }
     service.spawn().unwrap()
+}
+
+/// Makes the command of a service whose main process is `main`, as its shell understands it.
+fn service(directory: &Path, arguments: &[String], main: &str) -> Command {
+    let log = File::options()
+        .append(true)
+        .create(true)
+        .open(log(directory));
+    // Only the process itself knows its number in time.
+    let script = format!("export LISTEN_PID=$$ SYSTEMD_EXEC_PID={main}; exec \"$@\"");
+    let mut service = Command::new("sh");
+    service
+        .args(["-c", &script, "sh"])
+        .arg(command().get_program())
+        .arg("serve")
+        .args(arguments)
+        .env("NOTIFY_SOCKET", directory.join("notify"))
+        .env("FDSTORE", "1000")
+        .stderr(Stdio::from(log.unwrap()));
+    service
 }
 
 /// Acts on the next message of a service. False if there is none any more.
@@ -241,6 +248,7 @@ fn clients_go_on_through_restarts_by_a_service_manager() {
         for client in clients {
             let (longest, reopened) = client.join().unwrap();
             println!("longest pause {longest:?}, {reopened} connections reopened");
+            assert!(longest < PAUSE, "{longest:?}");
         }
     });
     // What was lent is charged, and given back by its clients.
@@ -299,14 +307,95 @@ fn a_service_that_is_killed_leaves_no_descriptor_behind() {
 }
 
 #[test]
+fn what_a_process_has_taken_over_is_refused_by_the_next() {
+    let mut managed = Managed::start(&["--capacity", "64MiB"]);
+    let client = connect(&managed.tcp);
+    client.grant(MIB).unwrap();
+    managed.end(Signal::SIGTERM);
+    let passed = |kept: &(String, OwnedFd)| (kept.0.clone(), away(&kept.1));
+    let stale: Vec<_> = (managed.kept.lock().unwrap().descriptors.iter())
+        .map(passed)
+        .collect();
+    managed.go_on();
+    client.grant(MIB).unwrap();
+    managed.end(Signal::SIGKILL);
+    // A manager that has not forgotten them.
+    managed.kept.lock().unwrap().descriptors = stale;
+    managed.go_on();
+    assert_eq!(managed.count(), 0);
+    assert_eq!(stat(&managed.tcp).granted_bytes, 0);
+    let said = "another process has taken over already";
+    wait_until("the service says so", || managed.log().contains(said));
+}
+
+#[test]
+fn a_process_that_the_manager_did_not_start_gives_it_nothing() {
+    let mut managed = Managed::start(&["--capacity", "64MiB"]);
+    managed.end(Signal::SIGTERM);
+    managed.kept.lock().unwrap().descriptors.clear();
+    // The service's main process is its parent.
+    let mut service = service(managed.directory.path(), &managed.arguments, "1");
+    managed.kept.lock().unwrap().is_ready = false;
+    managed.service = service.spawn().unwrap();
+    managed.wait_until_ready();
+    managed.end(Signal::SIGTERM);
+    assert_eq!(managed.count(), 0);
+}
+
+#[test]
+fn a_socket_whose_file_is_gone_is_made_anew() {
+    let mut managed = Managed::start(&["--capacity", "64MiB"]);
+    let Endpoint::Shm(path) = managed.shm.clone() else {
+        unreachable!("shm");
+    };
+    let client = connect(&managed.shm);
+    managed.end(Signal::SIGTERM);
+    std::fs::remove_file(path).unwrap();
+    managed.go_on();
+    client.grant(MIB).unwrap();
+    connect(&managed.shm).grant(MIB).unwrap();
+}
+
+#[test]
+fn a_connection_that_another_process_serves_says_nothing_when_it_breaks() {
+    let mut managed = Managed::start(&["--capacity", "64MiB"]);
+    let client = connect(&managed.shm);
+    client.grant(MIB).unwrap();
+    managed.end(Signal::SIGTERM);
+    managed.go_on();
+    client.grant(MIB).unwrap();
+    // Closed by a process that cannot be seen, which may live and lend the memory to others.
+    managed.end(Signal::SIGKILL);
+    wait_until("the client has lost its memory", || {
+        client.grant(MIB).is_err()
+    });
+    assert!(!client.has_outlived_server());
+}
+
+#[test]
 fn what_cannot_be_verified_is_given_back_in_one_line() {
     for spoil in [
         |kept: &mut Vec<(String, OwnedFd)>| {
             let state = kept.iter_mut().find(|(name, _)| name == "farpage-state");
             state.unwrap().1 = away(&File::open("/dev/null").unwrap());
         },
+        |kept: &mut Vec<(String, OwnedFd)>| {
+            let state = kept.iter_mut().find(|(name, _)| name == "farpage-state");
+            let (_, state) = state.unwrap();
+            let path = format!("/proc/self/fd/{}", state.as_raw_fd());
+            let mut bytes = std::fs::read(path).unwrap();
+            *bytes.last_mut().unwrap() ^= 1;
+            let mut damaged = tempfile::tempfile().unwrap();
+            damaged.write_all(&bytes).unwrap();
+            *state = away(&damaged);
+        },
         |kept: &mut Vec<(String, OwnedFd)>| kept.retain(|(name, _)| name != "farpage-state"),
-        |kept: &mut Vec<(String, OwnedFd)>| kept.retain(|(name, _)| name != "farpage-0"),
+        |kept: &mut Vec<(String, OwnedFd)>| kept.retain(|(name, _)| name != "farpage-mark"),
+        |kept: &mut Vec<(String, OwnedFd)>| kept.retain(|(name, _)| name != "f0"),
+        |kept: &mut Vec<(String, OwnedFd)>| {
+            let twice = ("f0".to_owned(), away(&kept[1].1));
+            kept.push(twice);
+        },
     ] {
         let mut managed = Managed::start(&["--capacity", "64MiB"]);
         let client = connect(&managed.tcp);

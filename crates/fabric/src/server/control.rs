@@ -132,8 +132,8 @@ impl Connection {
         let Service { gate, shutdown, .. } = &*self.service;
         while gate.pass() == Phase::Open && !shutdown.has_begun() {
             let (begun, stops) = (shutdown.0.begun.as_fd(), shutdown.0.stops.as_fd());
-            let mut fds = [self.stream.as_fd(), begun, stops]
-                .map(|fd| PollFd::new(fd, PollFlags::POLLIN));
+            let mut fds =
+                [self.stream.as_fd(), begun, stops].map(|fd| PollFd::new(fd, PollFlags::POLLIN));
             match poll(&mut fds, timeout_until(until)) {
                 Err(Errno::EINTR) => {}
                 // The read that follows says what is wrong.

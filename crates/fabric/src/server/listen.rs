@@ -146,11 +146,17 @@ impl Listener {
     }
 
     /// Takes over the listening socket of `endpoint` from an earlier process. The file of a Unix
-    /// socket stays there until the listener has been [served](super::Service::serve).
+    /// socket, which is `inode`, stays there until the listener has been
+    /// [served](super::Service::serve). `None` if that file is not there any more: nobody can
+    /// connect to the socket.
     ///
     /// # Errors
     /// [`BindError`]: the descriptor is no such socket.
-    pub fn inherited(endpoint: &Endpoint, socket: OwnedFd) -> Result<Self, BindError> {
+    pub fn inherited(
+        endpoint: &Endpoint,
+        socket: OwnedFd,
+        inode: u64,
+    ) -> Result<Option<Self>, BindError> {
         let failed = |source| BindError::Io {
             endpoint: endpoint.to_string(),
             source,
@@ -161,7 +167,9 @@ impl Listener {
         }
         let socket = match endpoint {
             Endpoint::Shm(path) => {
-                let inode = fs::symlink_metadata(path).map_or(0, |metadata| metadata.ino());
+                if !fs::symlink_metadata(path).is_ok_and(|file| file.ino() == inode) {
+                    return Ok(None);
+                }
                 Socket::Unix(socket.into(), inode)
             }
             Endpoint::Tcp { .. } => Socket::Tcp(socket.into()),
@@ -169,11 +177,11 @@ impl Listener {
                 return Err(failed(io::ErrorKind::Unsupported.into()));
             }
         };
-        Ok(Self {
+        Ok(Some(Self {
             endpoint: endpoint.clone(),
             socket,
             removes_file: false,
-        })
+        }))
     }
 
     /// Notes that this process serves the listener, whose file goes with it.
@@ -205,6 +213,14 @@ impl Listener {
     /// Returns the endpoint, with the port that was found when 0 was asked for.
     pub fn endpoint(&self) -> &Endpoint {
         &self.endpoint
+    }
+
+    /// Returns the number of a Unix socket's file, or 0.
+    pub fn inode(&self) -> u64 {
+        match self.socket {
+            Socket::Unix(_, inode) => inode,
+            Socket::Tcp(_) | Socket::Rdma(_) => 0,
+        }
     }
 
     /// Returns the transport of the listener's clients.
