@@ -19,6 +19,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use farpage_fabric::{Allowance, host::Origin, server::SocketAccess};
 use farpage_wire::{Endpoint, Persistence, PublicKey, UnknownVariable};
 use serde::Deserialize;
+use tracing_subscriber::EnvFilter;
 
 use self::values::{list, size, time};
 use crate::{
@@ -555,6 +556,7 @@ impl Config {
                 reason,
             });
         }
+        log_filter(&self.log_level)?;
         check_tiers(
             self.memory_bytes,
             self.capacity_bytes,
@@ -617,6 +619,18 @@ const LEAST_CAPACITY_BYTES: u64 = 1 << 20;
 /// Shortest lease and reconnect grace. Clients renew a few times per lease, from a thread that
 /// competes for a core: scheduling delays alone would end shorter sessions.
 const SHORTEST_LEASE: Duration = Duration::from_millis(100);
+
+/// Returns the filter of the logged events.
+///
+/// # Errors
+/// [`ConfigError`]: `level` is none.
+pub fn log_filter(level: &str) -> Result<EnvFilter, ConfigError> {
+    EnvFilter::try_new(level).map_err(|error| ConfigError::Value {
+        setting: "log-level",
+        value: format!("{level:?} ({error})"),
+        reason: "give it error, warn, info, debug or trace",
+    })
+}
 
 /// Returns the values of the flags, or if there are none those of the file.
 fn either<T: Clone>(flags: &[T], file: Vec<T>) -> Vec<T> {

@@ -21,7 +21,7 @@ pub use self::{
     error::HandoverError,
     received::Handover,
     store::ServiceManager,
-    successor::{Successor, take_signals},
+    successor::Successor,
 };
 pub(crate) use self::{
     format::{
@@ -31,5 +31,6 @@ pub(crate) use self::{
         HandedView,
     },
     received::Descriptors,
+    store::Kept,
     successor::{Carried, let_all_inherit, seal},
 };

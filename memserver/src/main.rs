@@ -12,10 +12,7 @@ use std::{
     env,
     io::{self, IsTerminal, Write},
     process::{self, ExitCode},
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
+    sync::Arc,
     time::Duration,
 };
 
@@ -24,24 +21,19 @@ use bytesize::ByteSize;
 use clap::Parser;
 use farpage_fabric::{SessionOptions, Visit, key::Key};
 use farpage_memserver::{
-    Handover, Server, ServiceManager, Successor,
+    Handover, Server, ServiceManager, Signals, Successor,
     config::{
         Cli, Command, Config, ConfigError, KeyArgs, LogArgs, LogFormat, NamesArgs, RemoveArgs,
-        ServeArgs, StatArgs, available_bytes,
+        ServeArgs, StatArgs, available_bytes, log_filter,
     },
-    take_signals,
 };
 use farpage_wire::{
     ClientStat, Durability, Endpoint, NamedRegion, PersistStat, ServerStat, ShareStat, TierStat,
     check_environment,
 };
-use signal_hook::{
-    consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR2},
-    flag,
-    iterator::Signals,
-};
+use signal_hook::consts::{SIGHUP, SIGUSR2};
 use tracing::{info, warn};
-use tracing_subscriber::{EnvFilter, fmt::MakeWriter};
+use tracing_subscriber::fmt::MakeWriter;
 
 use crate::log::LogWriter;
 
@@ -71,54 +63,54 @@ fn run(cli: &Cli) -> anyhow::Result<()> {
 }
 
 fn serve(flags: &ServeArgs, log: &LogArgs) -> anyhow::Result<()> {
+    // Before the first thread: all others leave signals to that one.
+    let (signals, asked) =
+        Signals::take().context("cannot take SIGTERM, SIGINT, SIGHUP and SIGUSR2")?;
     let mut config = Config::settle(flags, log)?;
     let mut handed = flags.take_over.map(Handover::inherit).transpose()?;
     if let Some(handed) = &handed {
         config.go_on_from(handed);
     }
+    let manager =
+        ServiceManager::of_this_process().context("cannot speak to the service manager")?;
+    // Behind all that may fail.
     if flags.rehearse
         && let Some(handed) = handed
     {
         return Ok(Server::from(config).rehearse(handed)?);
     }
-    let successor = Successor::of_this_process();
+    let successor = Successor::of_this_process(Arc::clone(&signals));
     // The guard writes waiting lines at the end.
     let (writer, guard) = LogWriter::stderr();
     start_log(config.log, &config.log_level, writer.clone())?;
     (writer.say_what_is_dropped()).context("cannot start the log's thread")?;
-    let manager =
-        ServiceManager::of_this_process().context("cannot speak to the service manager")?;
     if manager.is_some() && handed.is_none() {
         handed = Handover::kept();
         if let Some(handed) = &handed {
             config.go_on_from(handed);
         }
     }
-    // Before anything is bound: a signal that comes early must drain, too. Nobody is served while
-    // names are loaded, which takes long: a signal then stops at once.
-    let loads = config.persist.is_some() && handed.is_none();
-    let stopping = Arc::new(AtomicBool::new(loads));
-    let mut signals = stop_signals(&stopping)
-        .context("cannot install the handlers of SIGTERM, SIGINT, SIGHUP and SIGUSR2")?;
-    take_signals().context("cannot let signals come")?;
+    // A signal that comes early must drain, too. Nobody is served while names are loaded, which
+    // takes long: a signal then stops at once.
+    signals.set_loading(config.persist.is_some() && handed.is_none());
     say_capacity(&config);
     let server = Server::from(config.clone());
     let mut running = match handed {
         Some(handed) => server.take_over(handed)?,
         None => server.start()?,
     };
-    stopping.store(false, Ordering::Relaxed);
+    signals.set_loading(false);
     if let Some(manager) = &manager
         && let Err(error) = manager.say_ready()
     {
         warn!(%error, "cannot tell the service manager that clients are served");
     }
     let signal = loop {
-        match signals.forever().next() {
-            Some(SIGHUP) if flags.config.is_none() => {
+        match asked.recv().context("the thread that takes signals has ended")? {
+            SIGHUP if flags.config.is_none() => {
                 warn!("SIGHUP: serving on, since there is no --config to read; SIGTERM drains");
             }
-            Some(signal @ (SIGUSR2 | SIGHUP)) => {
+            signal @ (SIGUSR2 | SIGHUP) => {
                 info!("restarting");
                 let failed = running.restart(&successor);
                 let name = if signal == SIGHUP {
@@ -157,19 +149,6 @@ fn serve(flags: &ServeArgs, log: &LogArgs) -> anyhow::Result<()> {
     running.shutdown();
     info!("stopped");
     Ok(())
-}
-
-/// Takes the signals that ask for something, for the caller to read. The first that asks to stop
-/// sets `stopping`. One that comes while `stopping` is set ends the process on the spot, with the
-/// status a shell gives for it. SIGHUP ends nothing: a terminal that closes must not take
-/// everybody's memory along.
-fn stop_signals(stopping: &Arc<AtomicBool>) -> std::io::Result<Signals> {
-    for signal in [SIGTERM, SIGINT] {
-        // In this order: the handler that looks at the flag runs before the one that raises it.
-        flag::register_conditional_shutdown(signal, 128 + signal, stopping.clone())?;
-        flag::register(signal, stopping.clone())?;
-    }
-    Signals::new([SIGTERM, SIGINT, SIGHUP, SIGUSR2])
 }
 
 fn say_capacity(config: &Config) {
@@ -442,11 +421,7 @@ fn start_log(
     level: &str,
     writer: impl for<'a> MakeWriter<'a> + Send + Sync + 'static,
 ) -> anyhow::Result<()> {
-    let filter = EnvFilter::try_new(level).map_err(|error| ConfigError::Value {
-        setting: "log-level",
-        value: format!("{level:?} ({error})"),
-        reason: "give it error, warn, info, debug or trace",
-    })?;
+    let filter = log_filter(level)?;
     // As the NO_COLOR convention asks.
     let colours = env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
     let log = tracing_subscriber::fmt()

@@ -33,6 +33,8 @@ use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 const MIB: u64 = 1 << 20;
+/// The longest pause of a client, also on a machine that has much else to do.
+const PAUSE: Duration = Duration::from_secs(10);
 
 /// A daemon and the lines that it has logged.
 struct Watched {
@@ -149,6 +151,7 @@ fn ten_restarts(server: &Watched, words: (usize, u64)) {
         for (client, endpoint) in clients.into_iter().zip(endpoints) {
             let (longest, reopened) = client.join().unwrap();
             println!("{endpoint}: longest pause {longest:?}, {reopened} connections reopened");
+            assert!(longest < PAUSE, "{longest:?}");
         }
     });
     assert!(stat(&server.daemon.tcp).bytes_written > 0);
@@ -460,6 +463,15 @@ fn a_program_that_refuses_leaves_the_server_as_it_was() {
     let said = server.restart_in_vain();
     assert!(said.contains("too old to take over"), "{said}");
     check(3);
+    // A program that says much, and whose child keeps its standard error open.
+    fs::write(
+        &script,
+        "#!/bin/sh\necho too wordy\nsleep 100 & yes | head -c 100000 >&2\nexit 2\n",
+    )
+    .unwrap();
+    let said = server.restart_in_vain();
+    assert!(said.contains("y; y") && said.len() < 20_000, "{said}");
+    check(3);
     // 2. Settings that this version refuses.
     install(this);
     fs::write(&settings, "capacity = \"64MiB\"\nlease = \"1ms\"\n").unwrap();
@@ -520,6 +532,10 @@ fn sighup_reads_the_configuration_file_anew() {
         }
     };
     assert_eq!(lease(None), 30_000);
+    // A level that is none ends nobody.
+    fs::write(&settings, "capacity = \"4MiB\"\nlog-level = \"=loud=\"\n").unwrap();
+    let said = server.restart_in_vain();
+    assert!(said.contains("=loud="), "{said}");
     // A file that is wrong changes nothing, and is told in one line.
     fs::write(&settings, "capacity = \"1MiB\"\nlaese = \"10s\"\n").unwrap();
     server.daemon.signal(Signal::SIGHUP);

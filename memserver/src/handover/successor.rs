@@ -8,12 +8,13 @@ use std::{
     env,
     ffi::{CString, OsString},
     fs::File,
-    io::{self, Read, Write},
+    io::{self, Read, Seek, Write},
     os::{
         fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
         unix::ffi::OsStringExt,
     },
-    process::{Command, ExitStatus, Stdio},
+    process::{Child, Command, ExitStatus, Stdio},
+    sync::Arc,
     thread,
     time::{Duration, Instant},
 };
@@ -21,14 +22,12 @@ use std::{
 use farpage_fabric::server::let_inherit;
 use nix::{
     fcntl::{FcntlArg, SealFlag, fcntl},
-    sys::{
-        memfd::{MFdFlags, memfd_create},
-        signal::{SigSet, Signal},
-    },
+    sys::memfd::{MFdFlags, memfd_create},
     unistd::execvp,
 };
 
 use super::error::HandoverError;
+use crate::signals::Signals;
 
 /// The longest time that a rehearsal may take: it reads the state, and no memory.
 const REHEARSAL: Duration = Duration::from_secs(10);
@@ -38,21 +37,8 @@ const TAKE_OVER: &str = "--take-over";
 /// Flag of `serve` that ends a take-over before it serves.
 const REHEARSE: &str = "--rehearse";
 
-/// Signals that the next process handles once it can. Until then they wait.
-const SIGNALS: [Signal; 4] = [
-    Signal::SIGTERM,
-    Signal::SIGINT,
-    Signal::SIGHUP,
-    Signal::SIGUSR2,
-];
-
-/// Lets signals come to this process that an earlier one left waiting.
-///
-/// # Errors
-/// The kernel's error.
-pub fn take_signals() -> io::Result<()> {
-    Ok(SigSet::from_iter(SIGNALS).thread_unblock()?)
-}
+/// The most bytes of a rehearsal's complaint that are logged.
+const SAID_BYTES: u64 = 4 << 10;
 
 /// Descriptors that the next process inherits, by their places.
 #[derive(Default)]
@@ -81,11 +67,12 @@ impl<'a> Carried<'a> {
 pub struct Successor {
     program: OsString,
     arguments: Vec<OsString>,
+    signals: Arc<Signals>,
 }
 
 impl Successor {
-    /// Returns the successor of this process, which was started as a server.
-    pub fn of_this_process() -> Self {
+    /// Returns the successor of this process, which was started as a server and takes `signals`.
+    pub fn of_this_process(signals: Arc<Signals>) -> Self {
         let mut all = env::args_os();
         let program = all.next().unwrap_or_default();
         let mut arguments: Vec<_> = all.collect();
@@ -95,7 +82,11 @@ impl Successor {
         {
             arguments.truncate(arguments.len() - 2);
         }
-        Self { program, arguments }
+        Self {
+            program,
+            arguments,
+            signals,
+        }
     }
 
     /// Lets the successor show that it can take over `state`.
@@ -104,41 +95,44 @@ impl Successor {
             let program = self.program.display();
             HandoverError::Rehearsal(format!("cannot start {program}: {error}"))
         };
-        let mut rehearsal = Command::new(&self.program)
+        // A pipe could fill up, or be kept open by somebody else.
+        let flags = MFdFlags::MFD_CLOEXEC;
+        let said = memfd_create(c"farpage-rehearsal", flags).map_err(|errno| failed(errno.into()))?;
+        let said = File::from(said);
+        let rehearsal = Command::new(&self.program)
             .args(&self.arguments)
             .args([REHEARSE, TAKE_OVER])
             .arg(state.as_raw_fd().to_string())
             .stdin(Stdio::null())
             .stdout(Stdio::null())
-            .stderr(Stdio::piped())
+            .stderr(said.try_clone().map_err(failed)?)
             .spawn()
             .map_err(failed)?;
+        let mut rehearsal = Rehearsing(rehearsal);
         let until = Instant::now() + REHEARSAL;
         // A wait for a child has no time limit.
         let status: ExitStatus = loop {
-            match rehearsal.try_wait().map_err(failed)? {
+            match rehearsal.0.try_wait().map_err(failed)? {
                 Some(status) => break status,
                 None if Instant::now() < until => thread::sleep(Duration::from_millis(1)),
                 None => {
-                    rehearsal.kill().map_err(failed)?;
-                    rehearsal.wait().map_err(failed)?;
                     return Err(HandoverError::Rehearsal(format!(
                         "its rehearsal took longer than {REHEARSAL:?}"
                     )));
                 }
             }
         };
-        let mut said = String::new();
-        if let Some(mut stderr) = rehearsal.stderr.take() {
-            stderr.read_to_string(&mut said).map_err(failed)?;
+        if status.success() {
+            return Ok(());
         }
-        match status.success() {
-            true => Ok(()),
-            false => Err(HandoverError::Rehearsal(format!(
-                "{} ({status})",
-                said.trim().replace('\n', "; ")
-            ))),
-        }
+        let mut bytes = Vec::new();
+        (&said).rewind().map_err(failed)?;
+        said.take(SAID_BYTES).read_to_end(&mut bytes).map_err(failed)?;
+        let said = String::from_utf8_lossy(&bytes);
+        Err(HandoverError::Rehearsal(format!(
+            "{} ({status})",
+            said.trim().replace('\n', "; ")
+        )))
     }
 
     /// Replaces this process by the successor, which takes over `state`. Returns only if that
@@ -153,18 +147,27 @@ impl Successor {
         let (Ok(program), Ok(all)) = (text(&self.program), all) else {
             return HandoverError::Rehearsal("an argument contains a zero".to_owned());
         };
-        // A signal that came before the next process has handlers would end it.
-        let signals = SigSet::from_iter(SIGNALS);
-        let failed = signals.thread_block().and_then(|()| {
-            let failed = execvp(&program, &all);
-            signals.thread_unblock()?;
-            failed
-        });
-        let failed = match failed {
+        // Signals that come from here on wait for the next process, which blocks them as well.
+        let taken = self.signals.hold();
+        if taken.is_stop_asked() {
+            return HandoverError::Refused("it was asked to stop meanwhile".to_owned());
+        }
+        let failed = match execvp(&program, &all) {
             Ok(never) => match never {},
             Err(errno) => errno,
         };
         HandoverError::Rehearsal(format!("cannot exec {}: {failed}", self.program.display()))
+    }
+}
+
+/// A rehearsal, which ends when this is dropped.
+struct Rehearsing(Child);
+
+impl Drop for Rehearsing {
+    fn drop(&mut self) {
+        // A process that has ended by itself is no error.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
     }
 }
 

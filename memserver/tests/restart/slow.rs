@@ -10,6 +10,7 @@ use farpage_fabric::Verb;
 use farpage_testkit::{RawClient, wait_until};
 use farpage_wire::{Request, Response, control};
 use nix::sys::signal::Signal;
+use tempfile::TempDir;
 
 use super::{
     MIB, Watched,
@@ -60,26 +61,43 @@ fn a_request_that_takes_long_makes_a_restart_wait_and_costs_nobody_anything() {
     assert_eq!(read(&data, extent.id, 0, 8).unwrap(), [7; 8]);
 }
 
-#[test]
-fn a_restart_that_takes_longer_than_a_lease_costs_no_session() {
-    let directory = tempfile::tempdir().unwrap();
-    let program = directory.path().join("farpage-memserver");
+/// Starts a server whose program is then one that takes 3 s to start: once to rehearse, and once to
+/// take over.
+fn with_slow_successor(directory: &TempDir, arguments: &[&str]) -> Watched {
+    let [program, script] =
+        ["farpage-memserver", "script"].map(|name| directory.path().join(name));
     let binary = env!("CARGO_BIN_EXE_farpage-memserver");
     symlink(binary, &program).unwrap();
-    let arguments = ["--capacity", "64MiB", "--lease", "5s"];
-    let server = Watched::of(Daemon::run(command_at(&program), &arguments));
-    // A program that takes 3 s to start: once to rehearse, and once to take over.
-    let script = directory.path().join("script");
-    fs::write(&script, format!("#!/bin/sh\nsleep 3; exec {binary} \"$@\"\n")).unwrap();
+    let server = Watched::of(Daemon::run(command_at(&program), arguments));
+    let slow = format!("#!/bin/sh\nsleep 3; exec {binary} \"$@\"\n");
+    fs::write(&script, slow).unwrap();
     fs::set_permissions(&script, fs::Permissions::from_mode(0o700)).unwrap();
     fs::rename(&script, &program).unwrap();
-    let (mut client, _) = RawClient::session(&server.daemon.tcp).unwrap();
-    client.grant(MIB).unwrap();
-    let before = server.count("\"listening\"");
+    server
+}
+
+#[test]
+fn a_stop_that_is_asked_for_during_a_restart_is_heard() {
+    let directory = tempfile::tempdir().unwrap();
+    let mut server = with_slow_successor(&directory, &["--capacity", "64MiB"]);
     server.daemon.signal(Signal::SIGUSR2);
     wait_until("the restart begins", || {
         server.count("\"restarting\"") == 1
     });
+    server.daemon.signal(Signal::SIGTERM);
+    assert_eq!(server.daemon.wait().code(), Some(0));
+    assert_eq!(server.count("asked to stop meanwhile"), 1);
+}
+
+#[test]
+fn a_restart_that_takes_longer_than_a_lease_costs_no_session() {
+    let directory = tempfile::tempdir().unwrap();
+    let server = with_slow_successor(&directory, &["--capacity", "64MiB", "--lease", "5s"]);
+    let (mut client, _) = RawClient::session(&server.daemon.tcp).unwrap();
+    client.grant(MIB).unwrap();
+    let before = server.count("\"listening\"");
+    server.daemon.signal(Signal::SIGUSR2);
+    wait_until("the restart begins", || server.count("\"restarting\"") == 1);
     client.say(&Request::Renew).unwrap();
     wait_until("the next process listens", || {
         server.count("\"listening\"") == before + 2
