@@ -18,10 +18,7 @@ mod store;
 mod successor;
 
 pub use self::{
-    error::HandoverError,
-    received::Handover,
-    store::ServiceManager,
-    successor::Successor,
+    error::HandoverError, received::Handover, store::ServiceManager, successor::Successor,
 };
 pub(crate) use self::{
     format::{

@@ -106,7 +106,10 @@ fn serve(flags: &ServeArgs, log: &LogArgs) -> anyhow::Result<()> {
         warn!(%error, "cannot tell the service manager that clients are served");
     }
     let signal = loop {
-        match asked.recv().context("the thread that takes signals has ended")? {
+        match asked
+            .recv()
+            .context("the thread that takes signals has ended")?
+        {
             SIGHUP if flags.config.is_none() => {
                 warn!("SIGHUP: serving on, since there is no --config to read; SIGTERM drains");
             }

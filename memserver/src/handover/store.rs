@@ -125,7 +125,8 @@ impl ServiceManager {
                 self.room
             )));
         }
-        let failed = |error: io::Error| HandoverError::Refused(format!("the service manager: {error}"));
+        let failed =
+            |error: io::Error| HandoverError::Refused(format!("the service manager: {error}"));
         let flags = MFdFlags::MFD_CLOEXEC;
         let mark = memfd_create(c"farpage-mark", flags).map_err(|errno| failed(errno.into()))?;
         let keep = |(name, descriptor): (&String, BorrowedFd<'_>)| {
@@ -192,7 +193,8 @@ impl Kept {
     /// The system's error.
     pub(crate) fn set_taken(&self) -> io::Result<()> {
         let mut mark = self.mark.as_ref();
-        mark.as_mut().map_or(Ok(()), |mark| mark.write_all(b"taken"))
+        mark.as_mut()
+            .map_or(Ok(()), |mark| mark.write_all(b"taken"))
     }
 
     /// Tells the manager to forget the descriptors. Returns them if it does not, to be tried again.

@@ -97,7 +97,8 @@ impl Successor {
         };
         // A pipe could fill up, or be kept open by somebody else.
         let flags = MFdFlags::MFD_CLOEXEC;
-        let said = memfd_create(c"farpage-rehearsal", flags).map_err(|errno| failed(errno.into()))?;
+        let said =
+            memfd_create(c"farpage-rehearsal", flags).map_err(|errno| failed(errno.into()))?;
         let said = File::from(said);
         let rehearsal = Command::new(&self.program)
             .args(&self.arguments)
@@ -127,7 +128,9 @@ impl Successor {
         }
         let mut bytes = Vec::new();
         (&said).rewind().map_err(failed)?;
-        said.take(SAID_BYTES).read_to_end(&mut bytes).map_err(failed)?;
+        said.take(SAID_BYTES)
+            .read_to_end(&mut bytes)
+            .map_err(failed)?;
         let said = String::from_utf8_lossy(&bytes);
         Err(HandoverError::Rehearsal(format!(
             "{} ({status})",

@@ -361,7 +361,8 @@ impl SessionState {
         match self.hear(line, until) {
             Ok((answer, fds)) => {
                 // The end of the process that answers now cannot be seen.
-                self.is_handed_over.fetch_or(is_handed_over, Ordering::Relaxed);
+                self.is_handed_over
+                    .fetch_or(is_handed_over, Ordering::Relaxed);
                 self.keep_leases(line, &answer, fds, until)
                     .map_err(|error| self.broken(line, &error))?;
                 if let Response::Refused(refusal) = answer {
