@@ -52,6 +52,9 @@ const FOR_GOOD: Duration = Duration::from_secs(365 * 24 * 3600);
 pub(crate) const DEFAULT_GRACE: Duration = Duration::from_secs(5);
 /// The longest wait of a server's end for a slow log.
 const LAST_LINES: Duration = Duration::from_secs(1);
+/// The longest wait of a hand-over for requests under way: a publication may wait for a disk, and a
+/// copy for memory.
+const REQUESTS: Duration = Duration::from_secs(30);
 /// Number of the reaper's looks per [shortest](Limits::shortest) time after which sessions end: the
 /// memory of a silent client is back at most this fraction late.
 const LOOKS_PER_LEASE: u32 = 8;
@@ -419,7 +422,7 @@ impl Server {
             service,
             shutdown,
             traffic,
-            limits,
+            patience: REQUESTS,
             look_every,
             reaper_stops: Arc::default(),
             reaper: None,
@@ -531,7 +534,8 @@ pub struct RunningServer {
     service: Arc<Service>,
     shutdown: Shutdown,
     traffic: Arc<ServerTraffic>,
-    limits: ConnectionLimits,
+    /// The longest wait of a hand-over for requests under way.
+    patience: Duration,
     /// Interval of the reaper's looks.
     look_every: Duration,
     reaper_stops: Arc<(Mutex<bool>, Condvar)>,

@@ -9,13 +9,12 @@ use std::{
     convert::Infallible,
     io,
     os::fd::AsFd,
-    sync::Arc,
     time::{Duration, Instant},
 };
 
 use farpage_fabric::{
     log,
-    server::{KeptConnection, Listener, Service, Shutdown},
+    server::{KeptConnection, Listener},
 };
 use farpage_wire::{Endpoint, SessionId};
 
@@ -98,7 +97,7 @@ impl RunningServer {
 
     /// Stops serving. Returns the listeners, and the connections between two requests.
     fn pause(&mut self) -> (Vec<Listener>, Vec<KeptConnection>) {
-        self.service.hand_over();
+        self.service.hand_over(self.patience);
         let listeners = self.listening.drain(..).filter_map(join).flatten();
         let listeners = listeners.collect();
         self.stop_reaper();
@@ -109,11 +108,6 @@ impl RunningServer {
         }
         drop(self.evictors.take());
         let kept = self.service.take_kept();
-        let mut sessions: HashMap<SessionId, usize> = HashMap::new();
-        for connection in &kept {
-            *sessions.entry(connection.session).or_default() += 1;
-        }
-        self.state.disconnect(&sessions);
         (listeners, kept)
     }
 
@@ -123,13 +117,8 @@ impl RunningServer {
         if let Some(tier) = self.state.tier() {
             tier.go_on();
         }
-        let resumed = Shutdown::new().and_then(|shutdown| {
-            let (host, traffic) = (self.state.clone(), Arc::clone(&self.traffic));
-            self.service = Service::new(host, self.limits, traffic, shutdown.clone());
-            self.shutdown = shutdown;
-            self.spawn_threads(listeners, kept)
-        });
-        if let Err(error) = resumed {
+        self.service.reopen();
+        if let Err(error) = self.spawn_threads(listeners, kept) {
             tracing::error!(%error, "cannot serve all clients again");
         }
     }
@@ -146,6 +135,11 @@ impl RunningServer {
                 "a request takes too long: try again when it has ended".to_owned(),
             ));
         }
+        let mut sessions: HashMap<SessionId, usize> = HashMap::new();
+        for connection in kept {
+            *sessions.entry(connection.session).or_default() += 1;
+        }
+        self.state.disconnect(&sessions);
         let books = self.state.hand_over(carried)?;
         let durable = self.state.durable().map(|durable| {
             let lock = durable.locked().ok_or_else(|| {
@@ -209,4 +203,58 @@ fn replace(
 
 fn system(error: io::Error) -> HandoverError {
     HandoverError::Refused(format!("the system refuses it: {error}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use farpage_testkit::{RawClient, wait_until};
+    use farpage_wire::{Request, Response, control};
+
+    use super::*;
+    use crate::Server;
+
+    #[test]
+    fn a_request_that_takes_too_long_keeps_its_connection_and_the_process() {
+        let endpoint = "tcp://127.0.0.1:0".parse().expect("an endpoint");
+        let server = Server::builder().listen(endpoint).start();
+        let mut server = server.expect("started");
+        server.patience = Duration::from_millis(50);
+        let connect = |server: &RunningServer| {
+            let begun = RawClient::session(&server.endpoints()[0]);
+            begun.expect("a session").0
+        };
+        let (mut slow, mut quick) = (connect(&server), connect(&server));
+        // Long enough to be counted while it comes.
+        let publish = Request::Publish {
+            name: "name".to_owned(),
+            manifest: vec![1; 64 << 10],
+            extents: Vec::new(),
+        };
+        let request = control::encode(&publish).expect("short");
+        let (half, rest) = request.split_at(request.len() / 2);
+        slow.write_all(half).expect("sent");
+        wait_until("it is being received", || server.stat().request_bytes > 0);
+        let granted = |client: &mut RawClient| client.grant(4096).is_ok();
+        for _ in 0..2 {
+            let handed = server.end_with(|_, _| Ok(()));
+            let said = handed.expect_err("it is not settled").to_string();
+            assert!(said.contains("takes too long"), "{said}");
+            assert!(granted(&mut quick));
+        }
+        slow.write_all(rest).expect("sent");
+        let answer = slow.hear().expect("an answer");
+        assert!(matches!(answer, Response::Refused(_)), "no key: {answer:?}");
+        // Both connections can be handed over now, and stay where nobody takes them.
+        for _ in 0..2 {
+            let failed = |_: &HandedServer, _: &Carried<'_>| -> Result<(), _> {
+                Err(HandoverError::Refused("nobody takes over".to_owned()))
+            };
+            let said = server.end_with(failed).expect_err("refused").to_string();
+            assert!(said.contains("nobody takes over"), "{said}");
+            assert!(granted(&mut quick) && granted(&mut slow));
+        }
+        assert_eq!(server.stat().sessions, 2);
+    }
 }

@@ -152,7 +152,8 @@ impl Service {
         }
         let listener = match self.is_handing_over() {
             true => {
-                let_end(connections.values());
+                let has_controls = || self.has_controls();
+                let_end(connections.values(), *self.patience.lock(), has_controls);
                 Some(listener)
             }
             false => {
@@ -162,11 +163,18 @@ impl Service {
         };
         self.frames.close();
         let until = Instant::now() + JOIN;
-        let open = connections.values().filter(|it| !it.thread.is_finished());
+        // A request that takes longer keeps its connection, and this process.
+        let (stuck, connections): (Vec<_>, Vec<_>) = (connections.into_values()).partition(|it| {
+            listener.is_some() && it.stage.is_control() && !it.thread.is_finished()
+        });
+        let open = connections.iter().filter(|it| !it.thread.is_finished());
         for stream in open.filter_map(|it| it.socket.upgrade()) {
             stream.close();
         }
-        for Accepted { thread, .. } in connections.into_values() {
+        if !stuck.is_empty() {
+            self.unsettled.store(true, Ordering::Relaxed);
+        }
+        for Accepted { thread, .. } in connections {
             // A join has no time limit; a closed socket wakes the threads at once.
             while !thread.is_finished() && Instant::now() < until {
                 thread::sleep(Duration::from_millis(1));

@@ -139,7 +139,7 @@ impl Connection {
                     return self.turn_away(refusal, until).map(|()| Ending::Close);
                 }
                 let held = self.take((session, Some(line)), until)?;
-                self.stage.is_data();
+                self.stage.set_data();
                 self.stream.send(&Response::Done, until)?;
                 self.data(session, &secret, &held).map(|()| Ending::Close)
             }

@@ -95,22 +95,27 @@ impl Connection {
         until: Instant,
         greet: impl FnOnce() -> Result<(), CloseReason>,
     ) -> Result<Ending, CloseReason> {
-        self.stage.is_control();
+        let service = &self.service;
+        let _served = service.count_control();
+        self.stage.set_control();
         // A resumed session's older connection executes nothing once its client is answered here.
-        let ended = self.take((session, None), until).and_then(|held| {
+        let mut ended = self.take((session, None), until).and_then(|held| {
             greet()?;
-            let ended = self.requests(session, lease, &held, &mut asked);
-            asked.is_leaving &= !held.is_replaced();
-            ended
+            self.requests_of(session, lease, &held, &mut asked)
         });
-        match ended {
-            Ok(Last::Goodbye) => {}
-            Ok(Last::HandOver) => {
-                let peer = &self.peer;
-                let (service, session) = (&self.service, (session, lease));
-                service.keep(&self.stream, self.transport, peer, session, asked)?;
+        while let Ok(Last::HandOver) = ended {
+            let its = (session, lease);
+            if service.keep(&self.stream, self.transport, &self.peer, its, asked)? {
                 return Ok(Ending::HandOver);
             }
+            // The next process could not take over meanwhile.
+            let until = Instant::now() + ANSWER;
+            ended = self
+                .take((session, None), until)
+                .and_then(|held| self.requests_of(session, lease, &held, &mut asked));
+        }
+        match ended {
+            Ok(Last::Goodbye | Last::HandOver) => {}
             // A server that ends has not lost its clients: over shared memory they keep what they
             // map.
             _ if self.service.shutdown.has_begun() => {}
@@ -118,6 +123,18 @@ impl Connection {
             _ => self.service.host.lost(session),
         }
         ended.map(|_| Ending::Close)
+    }
+
+    fn requests_of(
+        &self,
+        session: SessionId,
+        lease: Duration,
+        held: &LineHold<'_>,
+        asked: &mut Asked,
+    ) -> Result<Last, CloseReason> {
+        let ended = self.requests(session, lease, held, asked);
+        asked.is_leaving &= !held.is_replaced();
+        ended
     }
 
     /// Waits for a request. `true` if the server hands over instead.

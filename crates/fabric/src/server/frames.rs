@@ -78,7 +78,12 @@ impl RequestBudget {
         self.changed.notify_all();
     }
 
-    /// Ends all waits for room, now and later.
+    /// Lets requests wait for room again, after [`close`](Self::close).
+    pub(super) fn open(&self) {
+        self.state.lock().is_closed = false;
+    }
+
+    /// Ends all waits for room, until [`open`](Self::open).
     pub(super) fn close(&self) {
         self.state.lock().is_closed = true;
         self.changed.notify_all();

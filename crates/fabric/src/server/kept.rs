@@ -23,10 +23,6 @@ use crate::{
     stream::PeerStream,
 };
 
-/// The longest wait for requests under way. Data connections are served meanwhile. A publication
-/// may wait for a disk, and a copy for memory.
-const REQUESTS: Duration = Duration::from_secs(30);
-
 /// The longest wait for connections that have not said what they are for, or that only ask for
 /// figures: less than a person notices.
 const STRANGERS: Duration = Duration::from_millis(250);
@@ -110,24 +106,24 @@ pub fn let_inherit(descriptor: BorrowedFd<'_>, inherits: bool) -> io::Result<()>
 pub(super) struct Stage(AtomicU8);
 
 impl Stage {
+    const STRANGER: u8 = 0;
     const CONTROL: u8 = 1;
     const DATA: u8 = 2;
 
-    pub(super) fn is_control(&self) {
+    pub(super) fn set_control(&self) {
         self.0.store(Self::CONTROL, Ordering::Relaxed);
     }
 
-    pub(super) fn is_data(&self) {
+    pub(super) fn set_data(&self) {
         self.0.store(Self::DATA, Ordering::Relaxed);
     }
 
-    /// Returns the longest wait for the connection's end.
-    fn patience(&self) -> Duration {
-        match self.0.load(Ordering::Relaxed) {
-            Self::CONTROL => REQUESTS,
-            Self::DATA => Duration::ZERO,
-            _ => STRANGERS,
-        }
+    pub(super) fn is_control(&self) -> bool {
+        self.0.load(Ordering::Relaxed) == Self::CONTROL
+    }
+
+    fn is_stranger(&self) -> bool {
+        self.0.load(Ordering::Relaxed) == Self::STRANGER
     }
 }
 
@@ -139,11 +135,18 @@ pub(super) struct Accepted {
     pub(super) thread: JoinHandle<()>,
 }
 
-/// Waits until connections have ended that end by themselves at a hand-over.
-pub(super) fn let_end<'a>(connections: impl Iterator<Item = &'a Accepted> + Clone) {
+/// Waits until connections have ended that end by themselves at a hand-over. `has_controls` tells
+/// if control connections are left, of any listener.
+pub(super) fn let_end<'a>(
+    connections: impl Iterator<Item = &'a Accepted> + Clone,
+    patience: Duration,
+    has_controls: impl Fn() -> bool,
+) {
     let begun = Instant::now();
-    let waits = |it: &Accepted| !it.thread.is_finished() && begun.elapsed() < it.stage.patience();
-    while connections.clone().any(waits) {
+    let is_stranger = |it: &Accepted| it.stage.is_stranger() && !it.thread.is_finished();
+    while (begun.elapsed() < patience && has_controls())
+        || (begun.elapsed() < STRANGERS && connections.clone().any(is_stranger))
+    {
         thread::sleep(Duration::from_millis(1));
     }
 }
