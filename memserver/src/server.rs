@@ -287,7 +287,7 @@ impl Server {
         let mut unforgotten = None;
         if let Some(kept) = kept {
             kept.set_taken()?;
-            unforgotten = kept.forget().err();
+            unforgotten = kept.forget();
         }
         let mut running = prepared.serve()?;
         running.unforgotten = unforgotten;

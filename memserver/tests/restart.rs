@@ -414,6 +414,9 @@ fn a_request_that_has_begun_to_come_is_answered_before_the_hand_over() {
     let shown = client.ask(&Request::Identify { key, signature }).unwrap();
     assert_eq!(shown, Response::Done);
     assert_eq!(client.ask(&request).unwrap(), answer);
+    client.read_exact(&mut [0]).unwrap();
+    server.restart();
+    assert_eq!(client.ask(&request).unwrap(), answer);
     assert_eq!(stat(&server.daemon.tcp).extents, 1);
 }
 

@@ -198,10 +198,10 @@ impl Kept {
     }
 
     /// Tells the manager to forget the descriptors. Returns them if it does not, to be tried again.
-    pub(crate) fn forget(self) -> Result<(), Self> {
+    pub(crate) fn forget(self) -> Option<Self> {
         match self.manager.forget(&self.names) {
-            true => Ok(()),
-            false => Err(self),
+            true => None,
+            false => Some(self),
         }
     }
 }

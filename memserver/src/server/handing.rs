@@ -60,7 +60,7 @@ impl RunningServer {
     /// [`HandoverError`]; the server serves on.
     pub fn store(&mut self, manager: &ServiceManager) -> Result<(), HandoverError> {
         // What the manager was to forget before would mix with what it is to keep.
-        if let Some(Err(kept)) = self.unforgotten.take().map(Kept::forget) {
+        if let Some(kept) = self.unforgotten.take().and_then(Kept::forget) {
             self.unforgotten = Some(kept);
             let reason = "the service manager keeps what it was to forget";
             return Err(HandoverError::Refused(reason.to_owned()));
@@ -260,4 +260,58 @@ fn replace(
 
 fn system(error: io::Error) -> HandoverError {
     HandoverError::Refused(format!("the system refuses it: {error}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use farpage_testkit::{RawClient, wait_until};
+    use farpage_wire::{Request, Response, control};
+
+    use super::*;
+    use crate::Server;
+
+    #[test]
+    fn a_request_that_takes_too_long_keeps_its_connection_and_the_process() {
+        let endpoint = "tcp://127.0.0.1:0".parse().expect("an endpoint");
+        let server = Server::builder().listen(endpoint).start();
+        let mut server = server.expect("started");
+        let connect = |server: &RunningServer| {
+            let begun = RawClient::session(&server.endpoints()[0]);
+            begun.expect("a session").0
+        };
+        let (mut slow, mut quick) = (connect(&server), connect(&server));
+        // Long enough to be counted while it comes.
+        let publish = Request::Publish {
+            name: "name".to_owned(),
+            manifest: vec![1; 64 << 10],
+            extents: Vec::new(),
+        };
+        let request = control::encode(&publish).expect("short");
+        let (half, rest) = request.split_at(request.len() / 2);
+        slow.write_all(half).expect("sent");
+        wait_until("it is being received", || server.stat().request_bytes > 0);
+        let granted = |client: &mut RawClient| client.grant(4096).is_ok();
+        let handed = server.end_with(Urgency::Later, |_, _| Ok(()));
+        let said = handed.expect_err("it is not stopped").to_string();
+        assert!(said.contains("takes too long"), "{said}");
+        assert!(granted(&mut quick));
+        slow.write_all(rest).expect("sent");
+        let answer = slow.hear().expect("an answer");
+        assert!(matches!(answer, Response::Refused(_)), "no key: {answer:?}");
+        // Both connections can be handed over now, and stay where nobody takes them.
+        for _ in 0..2 {
+            let failed = |_: &HandedServer, _: &Carried<'_>| -> Result<(), _> {
+                Err(HandoverError::Refused("nobody takes over".to_owned()))
+            };
+            let said = server
+                .end_with(Urgency::Later, failed)
+                .expect_err("refused")
+                .to_string();
+            assert!(said.contains("nobody takes over"), "{said}");
+            assert!(granted(&mut quick) && granted(&mut slow));
+        }
+        assert_eq!(server.stat().sessions, 2);
+    }
 }

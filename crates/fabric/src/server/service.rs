@@ -146,8 +146,8 @@ impl Service {
     }
 
     /// Stops all control connections between two requests. True if all stand there before `until`.
-    /// Everything else goes on meanwhile. To be followed by [`take_requests`](Self::take_requests) or
-    /// [`hand_over`](Self::hand_over).
+    /// Everything else goes on meanwhile. To be followed by [`take_requests`](Self::take_requests)
+    /// or [`hand_over`](Self::hand_over).
     pub fn stop_requests(&self, until: Instant) -> bool {
         // Fails only when the counter is full, and then the threads are awake.
         let _ = self.shutdown.0.stops.write(1);
@@ -202,5 +202,34 @@ impl Service {
             lease,
             asked,
         });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+    use crate::exchange::areas::Areas;
+
+    #[test]
+    fn a_connection_that_has_not_ended_keeps_its_line_in_the_service_that_goes_on() {
+        let shutdown = || Shutdown::new().expect("descriptors");
+        let host = Areas::new(Duration::from_secs(1));
+        let limits = ConnectionLimits::default();
+        let first = Service::new(host, limits, Arc::default(), shutdown());
+        let stream = || {
+            let (ours, _) = UnixStream::pair().expect("descriptors");
+            Arc::new(PeerStream::Unix(ours))
+        };
+        let (name, older, newer) = ((SessionId(1), Some(1)), stream(), stream());
+        let soon = || Instant::now() + Duration::from_millis(10);
+        let held = first.lines.take(name, &older, soon(), &|| {});
+        assert!(held.is_some(), "a line that is free");
+        let again = first.again(shutdown());
+        let take = || again.lines.take(name, &newer, soon(), &|| {}).is_some();
+        assert!(!take(), "an operation of the older one may come late");
+        drop(held);
+        assert!(take());
     }
 }
