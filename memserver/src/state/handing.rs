@@ -43,7 +43,10 @@ impl State {
 
     /// Renews the leases of sessions that have connections: no request was read until now.
     pub(crate) fn renew_connected(&self, now: Instant) {
-        for session in self.ledger.lock().sessions.values_mut() {
+        let mut ledger = self.ledger.lock();
+        // From here on a gap between two looks is one in which the process did not run.
+        ledger.reaped = Some(now);
+        for session in ledger.sessions.values_mut() {
             if session.connections > 0 {
                 session.renewed = now;
             }
