@@ -19,10 +19,11 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use farpage_fabric::{Allowance, host::Origin, server::SocketAccess};
 use farpage_wire::{Endpoint, Persistence, PublicKey, UnknownVariable};
 use serde::Deserialize;
+use tracing_subscriber::EnvFilter;
 
 use self::values::{list, size, time};
 use crate::{
-    Server, TiersError,
+    Handover, Server, TiersError,
     server::{DEFAULT_GRACE, DEFAULT_LEASE, DEFAULT_RECONNECT_GRACE, check_tiers},
 };
 
@@ -62,7 +63,9 @@ a flag beats the variable, the variable beats the file. The file's keys are the 
 
 SIGTERM and SIGINT drain: no new clients, those that are there get the grace to finish, then the server exits with 0.
 With --drain-timeout they move their memory to their other servers first; the server exits once no client has memory here.
-A second signal exits at once. SIGHUP is logged and ignored: a terminal that closes does not take everybody's memory along.
+A second signal exits at once. SIGUSR2 replaces the process by the program at its path, which has all that is lent and serves on;
+if that cannot serve, this process does. SIGHUP does the same to read the file of --config again; without one it is logged and ignored.
+Under systemd, with FileDescriptorStoreMax=, SIGTERM leaves all that is lent to the next process, unless there is a --drain-timeout.
 
 Whoever can connect can borrow memory: a tcp or rdma endpoint has no access control of its own and belongs on a trusted network. Named regions belong
 to the key of the client that published them: nobody else can open, replace, list or remove them, except that an operator can list and remove all.";
@@ -211,6 +214,14 @@ pub struct ServeArgs {
         env = "FARPAGE_MEMSERVER_CONNECTIONS_PER_CLIENT"
     )]
     pub connections_per_client: Option<usize>,
+    /// Descriptor of the state of an earlier process, which this one takes over from.
+    #[arg(long, value_name = "DESCRIPTOR", hide = true)]
+    #[serde(skip)]
+    pub take_over: Option<i32>,
+    /// Ends once everything is found to be there that taking over needs.
+    #[arg(long, hide = true, requires = "take_over")]
+    #[serde(skip)]
+    pub rehearse: bool,
     /// Format of log lines in the file. The flag is one of every command: see [`LogArgs`].
     #[arg(skip)]
     pub log: Option<LogFormat>,
@@ -500,6 +511,14 @@ impl Config {
         config.check()
     }
 
+    /// Keeps the capacity of an earlier process, if no other is set: what that process lends is not
+    /// available any more.
+    pub fn go_on_from(&mut self, handed: &Handover) {
+        if self.capacity_is_default {
+            self.capacity_bytes = handed.capacity_bytes();
+        }
+    }
+
     fn check(self) -> Result<Self, ConfigError> {
         for (setting, bytes) in [
             ("capacity", Some(self.capacity_bytes)),
@@ -537,6 +556,7 @@ impl Config {
                 reason,
             });
         }
+        log_filter(&self.log_level)?;
         check_tiers(
             self.memory_bytes,
             self.capacity_bytes,
@@ -599,6 +619,18 @@ const LEAST_CAPACITY_BYTES: u64 = 1 << 20;
 /// Shortest lease and reconnect grace. Clients renew a few times per lease, from a thread that
 /// competes for a core: scheduling delays alone would end shorter sessions.
 const SHORTEST_LEASE: Duration = Duration::from_millis(100);
+
+/// Returns the filter of the logged events.
+///
+/// # Errors
+/// [`ConfigError`]: `level` is none.
+pub fn log_filter(level: &str) -> Result<EnvFilter, ConfigError> {
+    EnvFilter::try_new(level).map_err(|error| ConfigError::Value {
+        setting: "log-level",
+        value: format!("{level:?} ({error})"),
+        reason: "give it error, warn, info, debug or trace",
+    })
+}
 
 /// Returns the values of the flags, or if there are none those of the file.
 fn either<T: Clone>(flags: &[T], file: Vec<T>) -> Vec<T> {

@@ -18,11 +18,15 @@
 pub mod config;
 mod descriptors;
 mod durable;
+mod handover;
 mod server;
+mod signals;
 mod state;
 mod tier;
 
 pub use durable::PersistError;
 pub use farpage_fabric::server::SocketAccess;
+pub use handover::{Handover, HandoverError, ServiceManager, Successor};
 pub use server::{RunningServer, Server, StartError, TiersError};
+pub use signals::Signals;
 pub use state::{Limits, State};

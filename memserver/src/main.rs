@@ -11,11 +11,8 @@ mod log;
 use std::{
     env,
     io::{self, IsTerminal, Write},
-    process::ExitCode,
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
+    process::{self, ExitCode},
+    sync::Arc,
     time::Duration,
 };
 
@@ -24,23 +21,19 @@ use bytesize::ByteSize;
 use clap::Parser;
 use farpage_fabric::{SessionOptions, Visit, key::Key};
 use farpage_memserver::{
-    Server,
+    Handover, Server, ServiceManager, Signals, Successor,
     config::{
         Cli, Command, Config, ConfigError, KeyArgs, LogArgs, LogFormat, NamesArgs, RemoveArgs,
-        ServeArgs, StatArgs, available_bytes,
+        ServeArgs, StatArgs, available_bytes, log_filter,
     },
 };
 use farpage_wire::{
     ClientStat, Durability, Endpoint, NamedRegion, PersistStat, ServerStat, ShareStat, TierStat,
     check_environment,
 };
-use signal_hook::{
-    consts::{SIGHUP, SIGINT, SIGTERM},
-    flag,
-    iterator::Signals,
-};
+use signal_hook::consts::{SIGHUP, SIGUSR2};
 use tracing::{info, warn};
-use tracing_subscriber::{EnvFilter, fmt::MakeWriter};
+use tracing_subscriber::fmt::MakeWriter;
 
 use crate::log::LogWriter;
 
@@ -70,20 +63,80 @@ fn run(cli: &Cli) -> anyhow::Result<()> {
 }
 
 fn serve(flags: &ServeArgs, log: &LogArgs) -> anyhow::Result<()> {
-    let config = Config::settle(flags, log)?;
+    // Before the first thread: all others leave signals to that one.
+    let (signals, asked) =
+        Signals::take().context("cannot take SIGTERM, SIGINT, SIGHUP and SIGUSR2")?;
+    let mut config = Config::settle(flags, log)?;
+    let mut handed = flags.take_over.map(Handover::inherit).transpose()?;
+    if let Some(handed) = &handed {
+        config.go_on_from(handed);
+    }
+    let manager =
+        ServiceManager::of_this_process().context("cannot speak to the service manager")?;
+    // Behind all that may fail.
+    if flags.rehearse
+        && let Some(handed) = handed
+    {
+        return Ok(Server::from(config).rehearse(handed)?);
+    }
+    let successor = Successor::of_this_process(Arc::clone(&signals));
     // The guard writes waiting lines at the end.
-    let (writer, _guard) = LogWriter::stderr();
+    let (writer, guard) = LogWriter::stderr();
     start_log(config.log, &config.log_level, writer.clone())?;
     (writer.say_what_is_dropped()).context("cannot start the log's thread")?;
-    // Before anything is bound: a signal that comes early must drain, too. Nobody is served while
-    // names are loaded, which takes long: a signal then stops at once.
-    let stopping = Arc::new(AtomicBool::new(config.persist.is_some()));
-    let mut signals = stop_signals(&stopping)
-        .context("cannot install the handlers of SIGTERM, SIGINT and SIGHUP")?;
+    if manager.is_some() && handed.is_none() {
+        handed = Handover::kept();
+        if let Some(handed) = &handed {
+            config.go_on_from(handed);
+        }
+    }
+    // A signal that comes early must drain, too. Nobody is served while names are loaded, which
+    // takes long: a signal then stops at once.
+    signals.set_loading(config.persist.is_some() && handed.is_none());
     say_capacity(&config);
-    let running = Server::from(config.clone()).start()?;
-    stopping.store(false, Ordering::Relaxed);
-    let signal = signals.forever().find(|&signal| asks_to_stop(signal));
+    let server = Server::from(config.clone());
+    let mut running = match handed {
+        Some(handed) => server.take_over(handed)?,
+        None => server.start()?,
+    };
+    signals.set_loading(false);
+    if let Some(manager) = &manager
+        && let Err(error) = manager.say_ready()
+    {
+        warn!(%error, "cannot tell the service manager that clients are served");
+    }
+    let signal = loop {
+        match asked
+            .recv()
+            .context("the thread that takes signals has ended")?
+        {
+            SIGHUP if flags.config.is_none() => {
+                warn!("SIGHUP: serving on, since there is no --config to read; SIGTERM drains");
+            }
+            signal @ (SIGUSR2 | SIGHUP) => {
+                info!("restarting");
+                let failed = running.restart(&successor);
+                let name = if signal == SIGHUP {
+                    "SIGHUP"
+                } else {
+                    "SIGUSR2"
+                };
+                warn!("{name}: {failed}");
+            }
+            signal => break signal,
+        }
+    };
+    if let Some(manager) = manager.filter(ServiceManager::keeps_descriptors)
+        && config.drain_timeout.is_zero()
+    {
+        match running.store(&manager) {
+            Ok(()) => {
+                drop(guard);
+                process::exit(0)
+            }
+            Err(failed) => warn!("{failed}: clients lose what they have here"),
+        }
+    }
     match config.drain_timeout.is_zero() {
         true => info!(
             signal,
@@ -99,27 +152,6 @@ fn serve(flags: &ServeArgs, log: &LogArgs) -> anyhow::Result<()> {
     running.shutdown();
     info!("stopped");
     Ok(())
-}
-
-/// Takes the signals that ask to stop. The first is for the caller to read. One that comes while
-/// `stopping` is set, as the first sets it, ends the process on the spot, with the status a shell
-/// gives for it. SIGHUP is among those to read and
-/// ends nothing: a terminal that closes must not take everybody's memory along.
-fn stop_signals(stopping: &Arc<AtomicBool>) -> std::io::Result<Signals> {
-    for signal in [SIGTERM, SIGINT] {
-        // In this order: the handler that looks at the flag runs before the one that raises it.
-        flag::register_conditional_shutdown(signal, 128 + signal, stopping.clone())?;
-        flag::register(signal, stopping.clone())?;
-    }
-    Signals::new([SIGTERM, SIGINT, SIGHUP])
-}
-
-/// True if `signal` asks the server to stop. Logs SIGHUP, which does not.
-fn asks_to_stop(signal: i32) -> bool {
-    if signal == SIGHUP {
-        warn!("SIGHUP: serving on, since clients' memory would be lost; SIGTERM drains");
-    }
-    signal != SIGHUP
 }
 
 fn say_capacity(config: &Config) {
@@ -392,11 +424,7 @@ fn start_log(
     level: &str,
     writer: impl for<'a> MakeWriter<'a> + Send + Sync + 'static,
 ) -> anyhow::Result<()> {
-    let filter = EnvFilter::try_new(level).map_err(|error| ConfigError::Value {
-        setting: "log-level",
-        value: format!("{level:?} ({error})"),
-        reason: "give it error, warn, info, debug or trace",
-    })?;
+    let filter = log_filter(level)?;
     // As the NO_COLOR convention asks.
     let colours = env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
     let log = tracing_subscriber::fmt()

@@ -4,6 +4,9 @@
 //! an error, so that a test or a program that embeds a server has no thread, socket file or lent
 //! memory left afterwards.
 
+mod handing;
+mod taking;
+
 use std::{
     collections::HashMap,
     fs, io,
@@ -16,7 +19,8 @@ use std::{
 use farpage_fabric::host::{Host, Origin};
 use farpage_fabric::log;
 use farpage_fabric::server::{
-    BindError, ConnectionLimits, Listener, ServerTraffic, Service, Shutdown, SocketAccess,
+    BindError, ConnectionLimits, KeptConnection, Listener, ServerTraffic, Service, Shutdown,
+    SocketAccess,
 };
 use farpage_wire::{Endpoint, Persistence, PublicKey, ServerStat};
 use parking_lot::{Condvar, Mutex};
@@ -25,9 +29,12 @@ use tracing::{info, warn};
 use crate::{
     descriptors,
     durable::{PersistError, Stored},
+    handover::{Handover, HandoverError, Kept},
     state::{Limits, State},
     tier::{Evictors, LEAST_MEMORY_BYTES, Tier},
 };
+
+use self::taking::{divide, take_durable, take_tier};
 
 farpage_wire::debug_as_display!(StartError, TiersError);
 
@@ -98,6 +105,9 @@ pub enum StartError {
     /// The directory cannot hold names.
     #[error(transparent)]
     Persist(#[from] PersistError),
+    /// An earlier process's state cannot be taken over.
+    #[error(transparent)]
+    Handover(#[from] HandoverError),
     /// The system refused a thread or a descriptor.
     #[error(
         "cannot start the server's threads: {0}; are the limits of processes or open files used up?"
@@ -262,6 +272,45 @@ impl Server {
     /// # Errors
     /// [`StartError`]; nothing keeps running or listening.
     pub fn start(self) -> Result<RunningServer, StartError> {
+        self.prepare(None)?.serve()
+    }
+
+    /// Starts to serve as [`start`](Self::start) does, with all that an earlier process has lent:
+    /// its sessions, names and connections go on.
+    ///
+    /// # Errors
+    /// [`StartError`], such as settings that would need the lent bytes to be elsewhere.
+    pub fn take_over(self, mut handed: Handover) -> Result<RunningServer, StartError> {
+        let kept = handed.take_kept();
+        let prepared = self.prepare(Some(handed))?;
+        // Only now: what is given back to the manager of a start that fails is there for the next.
+        let mut unforgotten = None;
+        if let Some(kept) = kept {
+            kept.set_taken()?;
+            unforgotten = kept.forget();
+        }
+        let mut running = prepared.serve()?;
+        running.unforgotten = unforgotten;
+        let stat = running.stat();
+        info!(
+            sessions = stat.sessions,
+            extents = stat.extents,
+            bytes = stat.granted_bytes,
+            "took over from the earlier process"
+        );
+        Ok(running)
+    }
+
+    /// Checks that [`take_over`](Self::take_over) would succeed, and lets go of everything.
+    ///
+    /// # Errors
+    /// The errors of [`take_over`](Self::take_over).
+    pub fn rehearse(self, handed: Handover) -> Result<(), StartError> {
+        self.prepare(Some(handed)).map(drop)
+    }
+
+    /// Does everything that can fail before the first thread is started.
+    fn prepare(self, mut handed: Option<Handover>) -> Result<PreparedServer, StartError> {
         if self.listen.is_empty() {
             return Err(StartError::NoEndpoint);
         }
@@ -272,6 +321,12 @@ impl Server {
             !self.weights.is_empty(),
         )?;
         let (tier, evictors) = match (self.memory_bytes, &self.spill) {
+            (Some(memory_bytes), Some(directory)) if let Some(handed) = &mut handed => {
+                let bytes = (memory_bytes, self.capacity_bytes);
+                let tier = take_tier(handed, bytes, directory, self.weights)?;
+                // Started when all chunks are known.
+                (Some(tier), None)
+            }
             (Some(memory_bytes), Some(directory)) => {
                 let failed = |source| StartError::Spill {
                     directory: directory.clone(),
@@ -304,8 +359,12 @@ impl Server {
             .listen
             .iter()
             .map(|endpoint| {
-                let listener = Listener::bind(endpoint, self.access)?;
-                if evictors.is_some() {
+                let handed = handed.as_mut().map(|handed| handed.listener(endpoint));
+                let listener = match handed.transpose()?.flatten() {
+                    Some(listener) => listener,
+                    None => Listener::bind(endpoint, self.access)?,
+                };
+                if tier.is_some() {
                     listener.check_paging()?;
                 }
                 Ok(listener)
@@ -316,42 +375,87 @@ impl Server {
             .map(|listener| listener.endpoint().clone())
             .collect();
         let mut state = State::with_tier(limits, tier);
-        if let Some((directory, when)) = &self.persist {
-            state = state.restore(Stored::find(directory, *when)?, directory)?;
+        let (traffic, mut kept) = (Arc::<ServerTraffic>::default(), Vec::new());
+        match handed {
+            None => {
+                if let Some((directory, when)) = &self.persist {
+                    state = state.restore(Stored::find(directory, *when)?, directory)?;
+                }
+            }
+            Some(mut handed) => {
+                for left in &handed.server.listeners {
+                    let endpoint = &left.found;
+                    warn!(%endpoint, "no longer listening there: the settings do not name it");
+                }
+                kept = handed.connections()?;
+                let [read_bytes, written_bytes] = handed.server.traffic;
+                traffic.count(read_bytes, written_bytes);
+                let server = &mut handed.server;
+                if let (None, Some(tier)) = (state.tier(), &server.tier) {
+                    return Err(HandoverError::Setting {
+                        setting: "--spill",
+                        before: tier.directory.clone(),
+                        now: "none".to_owned(),
+                    }
+                    .into());
+                }
+                let tiered = server
+                    .tier
+                    .take()
+                    .map_or_else(Vec::new, |tier| tier.extents);
+                state.take_over(handed.server.books, tiered, &mut handed.descriptors)?;
+                let durable = handed.server.durable;
+                let persist = self.persist.as_ref();
+                state.set_durable(take_durable(durable, persist, &mut handed.descriptors)?);
+            }
         }
-        let state = Arc::new(state);
-        // 2. From here on `running` ends what was started, also when a later thread cannot be.
         let mut limits = ConnectionLimits::default();
         limits.per_address = self.connections_per_address.unwrap_or(limits.per_address);
         limits.per_session = self.connections_per_client.unwrap_or(limits.per_session);
-        let shutdown = Shutdown::new()?;
+        let (state, shutdown) = (Arc::new(state), Shutdown::new()?);
         let host: Arc<dyn Host> = state.clone();
-        let mut running = RunningServer {
+        let service = Service::new(host, limits, Arc::clone(&traffic), shutdown.clone());
+        let running = RunningServer {
+            asked: self.listen,
             endpoints,
             state,
-            service: Service::new(
-                host,
-                limits,
-                Arc::<ServerTraffic>::default(),
-                shutdown.clone(),
-            ),
+            service,
             shutdown,
+            traffic,
+            look_every,
             reaper_stops: Arc::default(),
-            threads: Vec::new(),
+            reaper: None,
+            listening: Vec::new(),
             writer: None,
             evictors,
             grace: self.grace,
             drain_timeout: self.drain_timeout,
+            unforgotten: None,
         };
-        running.spawn_reaper(look_every)?;
-        if running.state.has_jobs() {
-            running.spawn_writer()?;
-        }
-        for listener in listeners {
-            running.spawn_listener(listener)?;
-        }
+        Ok(PreparedServer {
+            running,
+            listeners,
+            kept,
+        })
+    }
+}
+
+/// A server that only lacks its threads.
+struct PreparedServer {
+    running: RunningServer,
+    listeners: Vec<Listener>,
+    /// Connections of an earlier process.
+    kept: Vec<KeptConnection>,
+}
+
+impl PreparedServer {
+    fn serve(self) -> Result<RunningServer, StartError> {
+        // From here on `running` ends what was started, also when a later thread cannot be.
+        let mut running = self.running;
+        running.spawn_threads(self.listeners, self.kept)?;
         for endpoint in &running.endpoints {
-            info!(%endpoint, capacity_bytes = self.capacity_bytes, lease_ms = self.lease.as_millis() as u64, "listening");
+            let limits = running.state.limits();
+            info!(%endpoint, capacity_bytes = limits.capacity_bytes, lease_ms = limits.lease.as_millis() as u64, "listening");
         }
         Ok(running)
     }
@@ -423,18 +527,27 @@ const SHMEM_HUGE_PAGES: &str = "/sys/kernel/mm/transparent_hugepage/shmem_enable
 /// finish first.
 #[must_use = "the server ends when this is dropped"]
 pub struct RunningServer {
+    /// Endpoints of the settings.
+    asked: Vec<Endpoint>,
     endpoints: Vec<Endpoint>,
     state: Arc<State>,
     service: Arc<Service>,
     shutdown: Shutdown,
+    traffic: Arc<ServerTraffic>,
+    /// Interval of the reaper's looks.
+    look_every: Duration,
     reaper_stops: Arc<(Mutex<bool>, Condvar)>,
-    threads: Vec<JoinHandle<()>>,
+    reaper: Option<JoinHandle<()>>,
+    /// Threads of the listeners, which they return at a hand-over.
+    listening: Vec<JoinHandle<Option<Listener>>>,
     /// Writer of publications, ended after the threads that publish, and after its jobs.
     writer: Option<JoinHandle<()>>,
     /// Evictors, ended after the threads, which wait for memory.
     evictors: Option<Evictors>,
     grace: Duration,
     drain_timeout: Duration,
+    /// Descriptors that the service manager was to forget, and has not.
+    unforgotten: Option<Kept>,
 }
 
 impl RunningServer {
@@ -476,12 +589,32 @@ impl RunningServer {
         }
     }
 
-    fn spawn_listener(&mut self, listener: Listener) -> io::Result<()> {
-        let service = self.service.clone();
-        let thread = thread::Builder::new().name("farpage-listen".to_owned());
-        self.threads
-            .push(thread.spawn(move || service.serve(listener))?);
+    /// Starts the threads that serve `listeners` and the connections `kept`.
+    fn spawn_threads(
+        &mut self,
+        listeners: Vec<Listener>,
+        kept: Vec<KeptConnection>,
+    ) -> io::Result<()> {
+        if let (Some(tier), None) = (self.state.tier(), &self.evictors) {
+            self.evictors = Some(tier.evict()?);
+        }
+        self.spawn_reaper(self.look_every)?;
+        if self.state.has_jobs() && self.writer.is_none() {
+            self.spawn_writer()?;
+        }
+        for (listener, kept) in divide(listeners, kept) {
+            let service = self.service.clone();
+            let thread = thread::Builder::new().name("farpage-listen".to_owned());
+            self.listening
+                .push(thread.spawn(move || service.serve(listener, kept))?);
+        }
         Ok(())
+    }
+
+    fn stop_reaper(&mut self) {
+        *self.reaper_stops.0.lock() = true;
+        self.reaper_stops.1.notify_all();
+        self.reaper.take().map(join);
     }
 
     /// Starts the thread that writes publications after their answer.
@@ -495,20 +628,21 @@ impl RunningServer {
     }
 
     fn spawn_reaper(&mut self, every: Duration) -> io::Result<()> {
+        self.state.renew_connected(Instant::now());
+        *self.reaper_stops.0.lock() = false;
         let (state, stops) = (self.state.clone(), self.reaper_stops.clone());
         let reap = move || {
             let (stopped, wake) = &*stops;
             let mut stopped = stopped.lock();
+            // Clients speak first: their renewals may have waited while nobody was served.
+            wake.wait_for(&mut stopped, every);
             while !*stopped {
                 state.reap(Instant::now());
                 wake.wait_for(&mut stopped, every);
             }
         };
-        self.threads.push(
-            thread::Builder::new()
-                .name("farpage-reap".to_owned())
-                .spawn(reap)?,
-        );
+        let thread = thread::Builder::new().name("farpage-reap".to_owned());
+        self.reaper = Some(thread.spawn(reap)?);
         Ok(())
     }
 }
@@ -517,24 +651,29 @@ impl Drop for RunningServer {
     fn drop(&mut self) {
         self.state.drain();
         self.shutdown.begin();
-        *self.reaper_stops.0.lock() = true;
-        self.reaper_stops.1.notify_all();
-        let join = |thread: JoinHandle<()>| {
-            if thread.join().is_err() {
-                warn!("a thread of the server panicked; its message is above");
-            }
-        };
-        self.threads.drain(..).for_each(join);
+        self.listening
+            .drain(..)
+            .for_each(|thread| drop(join(thread)));
+        self.stop_reaper();
         self.state.end_jobs();
         let patience = self.drain_timeout.max(LAST_JOBS);
         // A disk that hangs keeps the writer: the thread ends with the process.
         let is_written = self.state.wait_jobs(Instant::now() + patience);
         let writer = self.writer.take().filter(|_| is_written);
-        writer.into_iter().for_each(join);
+        writer.map(join);
         drop(self.evictors.take());
         // Log lines of the threads.
         log::flush(Instant::now() + LAST_LINES);
     }
+}
+
+/// Waits for a thread's end. Logs a panic.
+fn join<T>(thread: JoinHandle<T>) -> Option<T> {
+    let ended = thread.join();
+    if ended.is_err() {
+        warn!("a thread of the server panicked; its message is above");
+    }
+    ended.ok()
 }
 
 #[cfg(test)]

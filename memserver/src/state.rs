@@ -27,6 +27,7 @@ use parking_lot::{Condvar, Mutex};
 use tracing::{info, warn};
 
 mod accounts;
+mod handing;
 mod host;
 mod jobs;
 mod leases;
@@ -92,6 +93,25 @@ impl State {
             tier,
             ..Self::new(limits)
         }
+    }
+
+    pub(crate) fn limits(&self) -> &Limits {
+        &self.limits
+    }
+
+    /// Takes over the names' directory of an earlier process.
+    pub(crate) fn set_durable(&mut self, durable: Option<DurableNames>) {
+        self.durable = durable;
+    }
+
+    /// Returns the mover of chunks, if there is one.
+    pub(crate) fn tier(&self) -> Option<&Arc<Tier>> {
+        self.tier.as_ref()
+    }
+
+    /// Returns the writer of published names, if they are kept on a disk.
+    pub(crate) fn durable(&self) -> Option<&DurableNames> {
+        self.durable.as_ref()
     }
 
     /// Stops admitting new sessions. Existing sessions go on.
@@ -164,7 +184,7 @@ impl State {
             if session.lost.is_some_and(is_gone) {
                 Some("its connection was closed without a goodbye, and it did not come back")
             } else {
-                (since(session.renewed) > self.limits.lease).then_some("its lease ran out")
+                (since(session.renewed) > session.lease).then_some("its lease ran out")
             }
         };
         let over: Vec<(SessionId, &str)> = (ledger.sessions.iter())

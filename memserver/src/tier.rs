@@ -10,6 +10,7 @@ mod disk;
 mod evictors;
 mod extent;
 mod figures;
+mod handing;
 mod loans;
 mod moves;
 mod pool;
@@ -22,7 +23,7 @@ mod tests;
 use std::{
     collections::HashMap,
     fmt, io,
-    path::Path,
+    path::{Path, PathBuf},
     sync::{
         Arc, Weak,
         atomic::{AtomicU64, Ordering},
@@ -63,6 +64,8 @@ const LOG_EVERY: Duration = Duration::from_secs(60);
 /// Memory for a part of the lent chunks, with a pool and a spill file for the rest.
 pub(crate) struct Tier {
     mover: Arc<Mover>,
+    /// Directory of the spill file, and the file's length.
+    spill: (PathBuf, u64),
     /// Time of the last log of the figures, and the number of chunks moved until then.
     last_logged: Mutex<(Instant, u64)>,
 }
@@ -100,16 +103,41 @@ impl Tier {
     ) -> io::Result<(Arc<Self>, Evictors)> {
         let spill_bytes = (capacity_bytes.checked_next_multiple_of(CHUNK_BYTES))
             .ok_or(io::ErrorKind::InvalidInput)?;
-        let disk = SpillFile::create(directory, spill_bytes)?;
-        Self::with_disk(memory_bytes, spill_bytes, Box::new(disk), weights)
+        let disk = Box::new(SpillFile::create(directory, spill_bytes)?);
+        let mut tier = Self::make(memory_bytes, spill_bytes, disk, weights)?;
+        tier.spill.0 = directory.to_owned();
+        let tier = Arc::new(tier);
+        let evictors = tier.evict()?;
+        Ok((tier, evictors))
     }
 
+    #[cfg(test)]
     fn with_disk(
         memory_bytes: u64,
         spill_bytes: u64,
         disk: Box<dyn Disk>,
         weights: HashMap<Origin, u32>,
     ) -> io::Result<(Arc<Self>, Evictors)> {
+        let tier = Arc::new(Self::make(memory_bytes, spill_bytes, disk, weights)?);
+        let evictors = tier.evict()?;
+        Ok((tier, evictors))
+    }
+
+    /// Starts the threads that move chunks out of memory.
+    ///
+    /// # Errors
+    /// The system has no thread.
+    pub(crate) fn evict(&self) -> io::Result<Evictors> {
+        self.mover.room.books.lock().stops = false;
+        Evictors::start(&self.mover)
+    }
+
+    fn make(
+        memory_bytes: u64,
+        spill_bytes: u64,
+        disk: Box<dyn Disk>,
+        weights: HashMap<Origin, u32>,
+    ) -> io::Result<Self> {
         let figures = Arc::new(Figures::new());
         let slots_most = (spill_bytes / CHUNK_BYTES).min(u64::from(NONE));
         let storage = Storage::new(memory_bytes / 4, slots_most, disk, Arc::clone(&figures))?;
@@ -120,9 +148,15 @@ impl Tier {
             storage,
             figures,
         });
-        let evictors = Evictors::start(&mover)?;
-        let last_logged = Mutex::new((Instant::now(), 0));
-        Ok((Arc::new(Self { mover, last_logged }), evictors))
+        let (spill, last_logged) = (
+            (PathBuf::new(), spill_bytes),
+            Mutex::new((Instant::now(), 0)),
+        );
+        Ok(Self {
+            mover,
+            spill,
+            last_logged,
+        })
     }
 
     /// Returns the most memory to hold for what is lent.

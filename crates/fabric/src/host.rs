@@ -32,7 +32,7 @@ pub struct Admission {
 }
 
 /// Transport of a session's bytes; decides how the loss of its control connection is read.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Transport {
     /// A Unix socket of the same host: a closed socket is the client's death.
     Shm,

@@ -18,6 +18,7 @@ mod tests;
 mod words;
 
 use std::{
+    fs::File,
     io,
     os::{fd::OwnedFd, unix::fs::FileExt},
     ptr::NonNull,
@@ -43,7 +44,7 @@ pub use self::{
 };
 use self::{
     file::Memory,
-    memfd::{open_anew, seal, seal_to_read, sealable},
+    memfd::{check_sealed, open_anew, seal, seal_to_read, sealable},
 };
 pub(crate) use self::{
     residency::HeldBytes,
@@ -152,6 +153,31 @@ impl ExtentMemory {
         // The kernel's lease check counts only descriptions that were opened, and not the one of
         // `memfd_create`.
         let file = open_anew(&made, true)?;
+        let mut memory = Memory::new(id, bytes, file, file_bytes);
+        memory.atomics = atomics;
+        Ok(Self::lease(Arc::new(memory), None))
+    }
+
+    /// Takes over memory of an earlier process, whose open file description `file` is. The memory
+    /// is not [paged](Self::paged), and has `marks` if it was.
+    ///
+    /// # Errors
+    /// The file is no such memory.
+    pub fn inherited(
+        id: ExtentId,
+        bytes: u64,
+        atomics: bool,
+        has_marks: bool,
+        file: OwnedFd,
+    ) -> io::Result<Arc<Self>> {
+        check_bytes(bytes)?;
+        let file_bytes = match has_marks {
+            true if bytes > MAX_PAGED_BYTES => return Err(io::ErrorKind::InvalidInput.into()),
+            true => marks(bytes).1,
+            false => bytes,
+        };
+        let file = File::from(file);
+        check_sealed(&file, file_bytes)?;
         let mut memory = Memory::new(id, bytes, file, file_bytes);
         memory.atomics = atomics;
         Ok(Self::lease(Arc::new(memory), None))

@@ -8,7 +8,10 @@ use std::{
     fs::{self, File, OpenOptions},
     io,
     ops::Range,
-    os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt},
+    os::{
+        fd::{AsFd, BorrowedFd, OwnedFd},
+        unix::fs::{FileExt, MetadataExt, OpenOptionsExt},
+    },
     path::{Path, PathBuf},
 };
 
@@ -35,6 +38,10 @@ const DIRECT_BYTES: usize = 256 << 10;
 
 /// Files of one directory.
 pub(crate) trait Folder: Send + Sync {
+    /// Returns the locked file, if there is one.
+    fn locked(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
     /// Lists the files.
     fn list(&self) -> io::Result<Vec<String>>;
     /// True if a check of the file system has found files that had lost their names.
@@ -79,7 +86,14 @@ pub(crate) struct DiskFolder {
     handle: File,
     /// True if the file system moves bytes without the page cache.
     is_direct: bool,
-    _lock: Flock<File>,
+    lock: FolderLock,
+}
+
+/// The right to use a directory, until it is dropped.
+enum FolderLock {
+    Taken(Flock<File>),
+    /// File of an earlier process, which took the lock. The lock ends with the last descriptor.
+    Inherited(File),
 }
 
 /// A file of a [`DiskFolder`].
@@ -95,6 +109,24 @@ impl DiskFolder {
     /// # Errors
     /// The system's error; `WouldBlock` if another process has the lock.
     pub(crate) fn lock(path: &Path) -> io::Result<Self> {
+        Self::open(path, || {
+            let lock = own_file().create(true).open(path.join(LOCK))?;
+            let lock = Flock::lock(lock, FlockArg::LockExclusiveNonblock);
+            Ok(FolderLock::Taken(
+                lock.map_err(|(_, errno)| io::Error::from(errno))?,
+            ))
+        })
+    }
+
+    /// Opens the directory at `path`, whose lock an earlier process took and handed over.
+    ///
+    /// # Errors
+    /// The system's error.
+    pub(crate) fn inherit(path: &Path, lock: OwnedFd) -> io::Result<Self> {
+        Self::open(path, || Ok(FolderLock::Inherited(lock.into())))
+    }
+
+    fn open(path: &Path, lock: impl FnOnce() -> io::Result<FolderLock>) -> io::Result<Self> {
         let handle = File::open(path)?;
         if !handle.metadata()?.is_dir() {
             return Err(io::ErrorKind::NotADirectory.into());
@@ -105,18 +137,16 @@ impl DiskFolder {
                 "the directory of --persist is in memory itself (tmpfs): names outlive this server, and not this machine"
             );
         }
-        let lock = own_file().create(true).open(path.join(LOCK))?;
+        let lock = lock()?;
         let is_direct = direct_file().open(path.join(LOCK)).is_ok();
         if !is_direct {
             info!(directory = %path.display(), "names go to the disk through the page cache: the file system has no O_DIRECT");
         }
-        let lock = Flock::lock(lock, FlockArg::LockExclusiveNonblock);
-        let _lock = lock.map_err(|(_, errno)| io::Error::from(errno))?;
         Ok(Self {
             path: path.to_owned(),
             handle,
             is_direct,
-            _lock,
+            lock,
         })
     }
 
@@ -154,6 +184,13 @@ fn own_file() -> OpenOptions {
 }
 
 impl Folder for DiskFolder {
+    fn locked(&self) -> Option<BorrowedFd<'_>> {
+        Some(match &self.lock {
+            FolderLock::Taken(file) => file.as_fd(),
+            FolderLock::Inherited(file) => file.as_fd(),
+        })
+    }
+
     fn list(&self) -> io::Result<Vec<String>> {
         let mut files = Vec::new();
         for entry in fs::read_dir(&self.path)? {

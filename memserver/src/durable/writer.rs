@@ -9,6 +9,8 @@ use std::{
     collections::HashMap,
     fmt::Display,
     io,
+    os::fd::OwnedFd,
+    path::Path,
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering},
@@ -21,10 +23,13 @@ use farpage_wire::{ExtentId, Persistence, PublicKey};
 use parking_lot::Mutex;
 
 use super::{
-    folder::{Folder, FolderFile},
+    folder::{DiskFolder, Folder, FolderFile},
     format::{Binding, BoundExtent, UNFINISHED, encode, extent_file, name_file},
 };
-use crate::tier::{Aligned, BLOCK_BYTES};
+use crate::{
+    handover::HandedDurable,
+    tier::{Aligned, BLOCK_BYTES},
+};
 
 /// Bytes that are moved at once: enough for a disk to work on several parts, and few in memory.
 const PIECE_BYTES: usize = 4 << 20;
@@ -99,6 +104,55 @@ impl DurableNames {
             written_bytes: AtomicU64::new(0),
             sizes: Mutex::new(sizes),
         }
+    }
+
+    /// Writes what the next process needs. Nobody writes to the directory meanwhile. `lock` is the
+    /// place of the folder's lock.
+    pub(crate) fn hand_over(&self, lock: u32) -> HandedDurable {
+        let files = self.files.lock();
+        let has_file = files.iter().filter(|(_, turn)| *turn.lock());
+        HandedDurable {
+            directory: self.directory.clone(),
+            lock,
+            files: has_file.map(|(id, _)| *id).collect(),
+            has_new_files: *self.has_new_files.lock(),
+            sizes: self.sizes.lock().clone().into_iter().collect(),
+            written_bytes: self.written_bytes(),
+            broken: self.broken(),
+        }
+    }
+
+    /// Returns the lock of the directory, if it has one.
+    pub(crate) fn locked(&self) -> Option<OwnedFd> {
+        let lock = self.folder.locked()?;
+        lock.try_clone_to_owned().ok()
+    }
+
+    /// Takes over the directory at `path`, whose lock is `lock`.
+    ///
+    /// # Errors
+    /// The system's error.
+    pub(crate) fn take_over(
+        path: &Path,
+        when: Persistence,
+        handed: HandedDurable,
+        lock: OwnedFd,
+    ) -> io::Result<Self> {
+        let folder = DiskFolder::inherit(path, lock)?;
+        let sizes = handed.sizes.into_iter().collect();
+        let durable = Self::new(
+            Box::new(folder),
+            handed.directory,
+            when,
+            handed.files,
+            sizes,
+        );
+        *durable.has_new_files.lock() = handed.has_new_files;
+        *durable.broken.lock() = handed.broken;
+        durable
+            .written_bytes
+            .store(handed.written_bytes, Ordering::Relaxed);
+        Ok(durable)
     }
 
     pub(super) fn folder(&self) -> &dyn Folder {

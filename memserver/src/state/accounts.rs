@@ -93,6 +93,11 @@ impl Accounts {
         Ok(())
     }
 
+    /// Counts a session of `origin` that began at an earlier process.
+    pub(super) fn put_session_on(&mut self, origin: Origin) {
+        self.change(origin, |usage| usage.sessions += 1);
+    }
+
     pub(super) fn end_session(&mut self, origin: Origin) {
         self.change(origin, |usage| usage.sessions -= 1);
     }

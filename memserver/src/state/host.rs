@@ -3,7 +3,11 @@
 //! The rule it keeps: requests are refused before anything changes; logging and giving back come
 //! after the ledger is unlocked.
 
-use std::{collections::HashSet, sync::Arc, time::Instant};
+use std::{
+    collections::HashSet,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use farpage_fabric::{
     Limit,
@@ -53,6 +57,7 @@ impl Host for State {
             transport,
             origin: peer.origin,
             connections: 1,
+            lease: self.limits.lease,
             renewed: Instant::now(),
             in_disk: 0,
             lost: None,
@@ -67,7 +72,7 @@ impl Host for State {
         drop(ledger);
         let (client, address) = (client.to_owned(), peer.name.clone());
         later(move || info!(session = %id, client, address, ?transport, "session begun"));
-        Ok(self.admission(id, secret))
+        Ok(self.admission(id, secret, self.limits.lease))
     }
 
     fn attach(&self, session: SessionId, secret: &Secret) -> Result<(), Refusal> {
@@ -260,7 +265,7 @@ impl Host for State {
         self.reclaim(session, charge_of_name(0));
         let mut ledger = self.ledger.lock();
         let id = ledger.name_of(session, name)?;
-        self.wait_written(&mut ledger, &id)?;
+        self.wait_name(&mut ledger, &id)?;
         ledger.claim(&self.limits, session, name, replace)
     }
 
@@ -474,11 +479,11 @@ impl Host for State {
 }
 
 impl State {
-    fn admission(&self, session: SessionId, secret: Secret) -> Admission {
+    fn admission(&self, session: SessionId, secret: Secret, lease: Duration) -> Admission {
         Admission {
             session,
             secret,
-            lease: self.limits.lease,
+            lease,
             paged: self.tier.is_some(),
             persistence: (self.durable.as_ref()).map_or(Persistence::Never, DurableNames::when),
         }
@@ -526,10 +531,10 @@ impl State {
         session.connections += 1;
         session.lost = None;
         session.address.clone_from(&address);
-        let (secret, client) = (session.secret, session.client.clone());
+        let (secret, client, lease) = (session.secret, session.client.clone(), session.lease);
         drop(ledger);
         later(move || info!(session = %id, client, address, "session resumed"));
-        Ok(self.admission(id, secret))
+        Ok(self.admission(id, secret, lease))
     }
 }
 

@@ -56,9 +56,8 @@ impl State {
     /// Waits until all jobs are done, or until `deadline`. True if they are. Logs the names whose
     /// last publication is not on the disk.
     pub(crate) fn wait_jobs(&self, deadline: Instant) -> bool {
-        let mut ledger = self.ledger.lock();
-        let is_done = |ledger: &Ledger| !ledger.names.values().any(|it| it.is_writing);
-        while !is_done(&ledger) && !self.written.wait_until(&mut ledger, deadline).timed_out() {}
+        let is_done = self.wait_written(deadline);
+        let ledger = self.ledger.lock();
         for (id, record) in &ledger.names {
             if record.is_writing || record.failed.is_some() {
                 let (owner, name) = (id.owner, id.name.clone());
@@ -71,6 +70,14 @@ impl State {
                 });
             }
         }
+        is_done
+    }
+
+    /// Waits until no name's file is being written, or until `deadline`. True if none is.
+    pub(crate) fn wait_written(&self, deadline: Instant) -> bool {
+        let mut ledger = self.ledger.lock();
+        let is_done = |ledger: &Ledger| !ledger.names.values().any(|it| it.is_writing);
+        while !is_done(&ledger) && !self.written.wait_until(&mut ledger, deadline).timed_out() {}
         is_done(&ledger)
     }
 

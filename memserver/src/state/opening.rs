@@ -38,7 +38,7 @@ impl State {
         let until = Instant::now() + QUIET;
         loop {
             let mut ledger = self.ledger.lock();
-            self.wait_written(&mut ledger, id)?;
+            self.wait_name(&mut ledger, id)?;
             let record = ledger.names.get(id).ok_or(Refusal::NotFound)?;
             if record.holder.is_some() {
                 return Err(Refusal::InUse);

@@ -49,7 +49,7 @@ impl State {
         ranges: &[ExtentRange],
         wait: bool,
     ) -> Result<bool, Refusal> {
-        let durable = self.durable()?;
+        let durable = self.disk()?;
         durable.check().map_err(Refusal::Invalid)?;
         let mut ledger = self.ledger.lock();
         let id = ledger.name_of(session, name)?;
@@ -121,7 +121,7 @@ impl State {
         let mut ledger = self.ledger.lock();
         // 1. Everything that can be refused, before anything changes: the old binding stays whole.
         let id = ledger.name_of(session, name)?;
-        self.wait_written(&mut ledger, &id)?;
+        self.wait_name(&mut ledger, &id)?;
         ledger.may_bind(session, &id)?;
         if !self.settle_job(&mut ledger, &id, Instant::now() + WRITTEN)? {
             return Err(still_written());
@@ -247,7 +247,7 @@ impl State {
             return Err(Refusal::NotFound);
         }
         let id = NameId::new(owner, name);
-        self.wait_written(&mut ledger, &id)?;
+        self.wait_name(&mut ledger, &id)?;
         ledger.may_remove(asker, &id)?;
         // 1. The disk: a name that is gone must not come back with the next start.
         if let Some(durable) = &self.durable {
@@ -293,7 +293,7 @@ impl State {
     }
 
     /// Waits until nobody writes the name's file.
-    pub(super) fn wait_written(
+    pub(super) fn wait_name(
         &self,
         ledger: &mut MutexGuard<'_, Ledger>,
         id: &NameId,
@@ -345,7 +345,7 @@ impl State {
         }
     }
 
-    fn durable(&self) -> Result<&DurableNames, Refusal> {
+    fn disk(&self) -> Result<&DurableNames, Refusal> {
         (self.durable.as_ref()).ok_or_else(|| {
             Refusal::Invalid("this server keeps no names on a disk (--persist)".to_owned())
         })

@@ -22,6 +22,7 @@ use farpage_wire::ExtentId;
 #[cfg(test)]
 use super::accounts::charge_of_name;
 use super::records::NameId;
+use crate::handover::HandedVersion;
 
 /// All readings of a server.
 #[derive(Default)]
@@ -136,6 +137,39 @@ impl Readings {
             }
         }
         Some(record)
+    }
+
+    /// Returns the number of versions so far, and the versions that are read.
+    pub(super) fn hand_over(&self) -> (u64, Vec<HandedVersion>) {
+        let versions = self.versions.iter().map(|(version, record)| HandedVersion {
+            version: *version,
+            owner: record.name.owner,
+            name: record.name.name.clone(),
+            manifest: record.manifest.to_vec(),
+            origin: record.origin,
+            extents: record.extents as u64,
+            is_bound: record.is_bound,
+        });
+        (self.versions_ever, versions.collect())
+    }
+
+    /// Takes over `versions`, whose views are in already.
+    pub(super) fn take_over(&mut self, versions: HashMap<u64, VersionRecord>) {
+        self.versions = versions;
+        for view in self.views.values() {
+            let left = self.readings.entry(view.reading).or_default();
+            *left += 1;
+            if *left == 1 {
+                let version = self.versions.get_mut(&view.version);
+                version.expect("the caller looked").readers += 1;
+            }
+        }
+        // Without a reader nothing would ever end the version.
+        self.versions.retain(|_, version| version.readers > 0);
+        for (number, version) in &self.versions {
+            let numbers = self.of_names.entry(version.name.clone()).or_default();
+            numbers.insert(*number);
+        }
     }
 
     /// Counts all readers, and the versions that are read and no name is bound to.

@@ -1,6 +1,10 @@
 //! Records of the ledger: sessions, extents, names, and memory whose lease has ended.
 
-use std::{collections::HashSet, sync::Arc, time::Instant};
+use std::{
+    collections::HashSet,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use farpage_fabric::{
     host::{Origin, Refusal, Transport},
@@ -22,6 +26,8 @@ pub(super) struct SessionRecord {
     pub(super) origin: Origin,
     /// Control connections that have not ended: a resumed session's old one may be noticed late.
     pub(super) connections: usize,
+    /// Time after which the session ends if it is not renewed, as its client was told.
+    pub(super) lease: Duration,
     pub(super) renewed: Instant,
     /// Number of the client's requests that wait for the disk. Its renewals wait behind them, so
     /// the session does not end meanwhile.

@@ -7,6 +7,8 @@
 /// KiB does not wait for much else. A segment, which has one lock, is the largest page.
 pub(super) use farpage_wire::segment::{CHUNK_BYTES, SEGMENT_CHUNKS};
 
+use crate::handover::{HandedChunk, HandedPlace};
+
 /// Number that stands for no slot of the spill file, and for no cell of the pool.
 pub(super) const NONE: u32 = u32::MAX;
 
@@ -60,6 +62,49 @@ impl Default for Chunk {
             slot: NONE,
             fetched: 0,
             hash: [0; 2],
+        }
+    }
+}
+
+impl Chunk {
+    /// Returns the chunk for the next process. `None` if it is being moved or held.
+    pub(super) fn hand_over(&self) -> Option<HandedChunk> {
+        let place = match self.place {
+            Place::Hole => HandedPlace::Hole,
+            Place::Hot if self.pins == 0 => HandedPlace::Hot,
+            Place::Compressed => HandedPlace::Compressed(self.cell),
+            Place::Spilled => HandedPlace::Spilled,
+            Place::Hot | Place::Busy | Place::Orphan => return None,
+        };
+        Some(HandedChunk {
+            place,
+            is_young: self.is_young,
+            stored_bytes: self.stored_bytes,
+            slot: self.slot,
+            fetched: self.fetched,
+            hash: self.hash,
+        })
+    }
+}
+
+impl From<&HandedChunk> for Chunk {
+    fn from(handed: &HandedChunk) -> Self {
+        let (place, cell) = match handed.place {
+            HandedPlace::Hole => (Place::Hole, NONE),
+            HandedPlace::Hot => (Place::Hot, NONE),
+            HandedPlace::Compressed(cell) => (Place::Compressed, cell),
+            HandedPlace::Spilled => (Place::Spilled, NONE),
+        };
+        Self {
+            place,
+            is_young: handed.is_young,
+            pins: 0,
+            // A length from elsewhere must fit the buffers.
+            stored_bytes: handed.stored_bytes.min(CHUNK_BYTES as u32),
+            cell,
+            slot: handed.slot,
+            fetched: handed.fetched,
+            hash: handed.hash,
         }
     }
 }

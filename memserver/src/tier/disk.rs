@@ -6,7 +6,10 @@
 use std::{
     fs::{File, OpenOptions},
     io,
-    os::unix::fs::{FileExt, OpenOptionsExt},
+    os::{
+        fd::{AsFd, BorrowedFd, OwnedFd},
+        unix::fs::{FileExt, OpenOptionsExt},
+    },
     path::Path,
 };
 
@@ -25,6 +28,10 @@ pub(crate) const BLOCK_BYTES: usize = 4096;
 
 /// Reads and writes of whole blocks.
 pub(crate) trait Disk: Send + Sync {
+    /// Returns the file's descriptor, if there is one.
+    fn descriptor(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
     /// Fills `to` from offset `at`, all of it or an error.
     fn read(&self, at: u64, to: &mut [u8]) -> io::Result<()>;
     /// Writes all of `from` at offset `at`.
@@ -65,7 +72,18 @@ impl SpillFile {
     }
 }
 
+impl From<OwnedFd> for SpillFile {
+    /// Takes over the file of an earlier process.
+    fn from(file: OwnedFd) -> Self {
+        Self(file.into())
+    }
+}
+
 impl Disk for SpillFile {
+    fn descriptor(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.0.as_fd())
+    }
+
     fn read(&self, at: u64, to: &mut [u8]) -> io::Result<()> {
         self.0.read_exact_at(to, at)
     }

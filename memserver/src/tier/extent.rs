@@ -34,6 +34,7 @@ use super::{
     chunk::{CHUNK_BYTES, Chunk, Place, SEGMENT_CHUNKS},
     figures::Figures,
 };
+use crate::handover::{HandedChunk, HandedTiered, HandoverError};
 
 type Chunks = [Chunk; SEGMENT_CHUNKS];
 
@@ -54,6 +55,9 @@ pub(super) struct TieredExtent {
     segments: Box<[Segment]>,
     /// Words of the segments, made when the extent is first lent over shared memory.
     words: OnceLock<SegmentWords>,
+    /// True if clients of an earlier process were lent the memory itself. Their words say for good
+    /// that no chunk is in memory, so that they ask the server.
+    was_shared: bool,
 }
 
 impl Segment {
@@ -75,6 +79,68 @@ impl TieredExtent {
             released: AtomicBool::new(false),
             segments: (0..segments).map(|_| Segment::default()).collect(),
             words: OnceLock::new(),
+            was_shared: false,
+        }
+    }
+
+    /// Makes an extent whose chunks are where they were at an earlier process. Returns
+    /// the extent, and how many of its chunks are hot.
+    ///
+    /// # Errors
+    /// The records fit no extent of this size.
+    pub(super) fn take_over(
+        figures: Arc<Figures>,
+        file: ExtentFile,
+        handed: &HandedTiered,
+    ) -> Result<(Self, u64), HandoverError> {
+        let wrong = || HandoverError::State(format!("chunks of extent {}", handed.id));
+        let mut extent = Self::new(figures, file);
+        extent.was_shared = handed.is_shared;
+        let (count, mut hot) = (extent.chunks(), 0);
+        for (number, chunks) in &handed.segments {
+            let first = u64::from(*number) * SEGMENT_CHUNKS as u64;
+            let segment = extent.segments.get_mut(*number as usize);
+            let (segment, place) = segment
+                .zip(<&[HandedChunk; SEGMENT_CHUNKS]>::try_from(&chunks[..]).ok())
+                .ok_or_else(wrong)?;
+            let made = made(segment.chunks.get_mut());
+            for (i, (chunk, handed)) in made.iter_mut().zip(place).enumerate() {
+                *chunk = Chunk::from(handed);
+                if first + i as u64 >= count && chunk.place != Place::Hole {
+                    return Err(wrong());
+                }
+                if chunk.place == Place::Hot {
+                    hot += 1;
+                    *segment.hot.get_mut() |= 1 << i;
+                }
+                extent.figures.moved(Place::Hole, chunk.place);
+            }
+        }
+        Ok((extent, hot))
+    }
+
+    /// Returns the segments' chunks for the next process. `None` if a chunk is being moved.
+    pub(super) fn hand_over(&self) -> Option<Vec<(u32, Vec<HandedChunk>)>> {
+        let mut segments = Vec::new();
+        for (number, segment) in self.segments.iter().enumerate() {
+            if let Some(chunks) = &*segment.lock() {
+                let chunks = chunks.iter().map(Chunk::hand_over);
+                segments.push((number as u32, chunks.collect::<Option<_>>()?));
+            }
+        }
+        Some(segments)
+    }
+
+    /// Tells clients over shared memory that no chunk is in memory, so that they ask the server; or
+    /// else which are.
+    pub(super) fn tell_all(&self, are_absent: bool) {
+        for (number, segment) in self.segments.iter().enumerate() {
+            let _chunks = segment.lock();
+            let hot = segment.hot.load(Ordering::Relaxed);
+            self.tell(number, |word| match are_absent {
+                true => word.without(u32::MAX),
+                false => word.with(hot),
+            });
         }
     }
 
@@ -87,7 +153,7 @@ impl TieredExtent {
 
     /// True if clients have been lent the memory itself.
     pub(super) fn is_shared(&self) -> bool {
-        self.words.get().is_some()
+        self.was_shared || self.words.get().is_some()
     }
 
     /// Returns the bytes in the file beyond those of `chunks` chunks: clients that share the memory
@@ -265,6 +331,12 @@ impl TieredExtent {
         })
     }
 
+    /// Returns a chunk as it is now. `None` if it was never touched.
+    pub(super) fn looked_at(&self, chunk: usize) -> Option<Chunk> {
+        let (segment, i) = self.segment(chunk);
+        Some(segment.lock().as_ref()?[i])
+    }
+
     /// Returns a chunk that the caller owns.
     pub(super) fn owned(&self, chunk: usize) -> Chunk {
         let (segment, i) = self.segment(chunk);
@@ -304,6 +376,7 @@ impl TieredExtent {
         let chunks = chunks.as_mut()?;
         let marks = match self.words.get() {
             Some(_) => self.file.take_marks(number),
+            // Clients of an earlier process mark nothing: they ask.
             None => 0,
         };
         for (i, chunk) in chunks.iter_mut().enumerate() {

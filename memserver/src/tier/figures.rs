@@ -12,6 +12,7 @@ use hdrhistogram::Histogram;
 use parking_lot::Mutex;
 
 use super::chunk::Place;
+use crate::handover::HandedFigures;
 
 /// Shortest time between two logs of trouble.
 const SAY_EVERY: Duration = Duration::from_secs(1);
@@ -47,6 +48,42 @@ impl Figures {
             fetches: Mutex::new(fetches),
             ticks: AtomicU32::new(0),
             last_said: Mutex::default(),
+        }
+    }
+
+    /// Returns the counts that go on in the next process.
+    pub(super) fn hand_over(&self) -> HandedFigures {
+        let count = |figure: &AtomicU64| figure.load(Ordering::Relaxed);
+        let fetches = self.fetches.lock();
+        let fetches = fetches.iter_recorded();
+        HandedFigures {
+            evictions: count(&self.evictions),
+            forced_seals: count(&self.forced_seals),
+            stray_bytes: count(&self.stray_bytes),
+            no_room: count(&self.no_room),
+            spill_errors: count(&self.spill_errors),
+            ticks: self.ticks.load(Ordering::Relaxed),
+            fetches: fetches
+                .map(|it| (it.value_iterated_to(), it.count_at_value()))
+                .collect(),
+        }
+    }
+
+    /// Goes on with the counts of an earlier process.
+    pub(super) fn take_over(&self, handed: &HandedFigures) {
+        for (figure, count) in [
+            (&self.evictions, handed.evictions),
+            (&self.forced_seals, handed.forced_seals),
+            (&self.stray_bytes, handed.stray_bytes),
+            (&self.no_room, handed.no_room),
+            (&self.spill_errors, handed.spill_errors),
+        ] {
+            figure.store(count, Ordering::Relaxed);
+        }
+        self.ticks.store(handed.ticks, Ordering::Relaxed);
+        let mut fetches = self.fetches.lock();
+        for (nanos, count) in &handed.fetches {
+            fetches.saturating_record_n(*nanos, *count);
         }
     }
 

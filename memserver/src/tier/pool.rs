@@ -5,6 +5,7 @@
 
 use std::{
     io,
+    os::fd::OwnedFd,
     sync::{Arc, Weak},
 };
 
@@ -13,6 +14,7 @@ use farpage_wire::ExtentId;
 use parking_lot::Mutex;
 
 use super::extent::TieredExtent;
+use crate::handover::{HandedPool, HandoverError};
 
 pub(super) const CELL_BYTES: usize = 4096;
 /// Upper bound of a cell's memory in the pool's tables.
@@ -63,6 +65,54 @@ impl Pool {
             cells_most,
             cells: Mutex::new(cells),
         })
+    }
+
+    /// Takes over the cells of an earlier process. The chunks in them [say so](Self::own) later.
+    pub(super) fn take_over(
+        &mut self,
+        handed: HandedPool,
+        memory: OwnedFd,
+    ) -> Result<(), HandoverError> {
+        let wrong = |what: &str| HandoverError::State(format!("its pool of chunks: {what}"));
+        let bytes = self.file.bytes();
+        let memory = ExtentMemory::inherited(ExtentId(0), bytes, false, false, memory);
+        self.file = memory.map_err(|error| wrong(&error.to_string()))?.file();
+        let count = handed.next.len();
+        let outside = |cell: &u32| *cell != NONE && *cell as usize >= count;
+        let lists = handed.free.iter().chain(&handed.hollow);
+        let empty = handed.free.len() + handed.hollow.len();
+        if count > self.cells_most
+            || handed.next.iter().any(outside)
+            || lists.clone().any(|cell| *cell as usize >= count)
+            || Some(handed.used as usize) != count.checked_sub(empty)
+        {
+            return Err(wrong("a cell is outside"));
+        }
+        let cells = self.cells.get_mut();
+        cells.next.extend(handed.next);
+        cells.owner.extend((0..count).map(|_| None));
+        (cells.free, cells.hollow) = (handed.free, handed.hollow);
+        cells.used = handed.used as usize;
+        Ok(())
+    }
+
+    /// Notes that the chunk of `owner` begins at `cell`. False if there is no such cell.
+    pub(super) fn own(&self, cell: u32, owner: Owner) -> bool {
+        let mut cells = self.cells.lock();
+        let place = cells.owner.get_mut(cell as usize);
+        place.is_some_and(|place| place.replace(owner).is_none())
+    }
+
+    /// Returns the pool's file, and its cells. `add` returns the file's place.
+    pub(super) fn hand_over(&self, add: impl FnOnce(ExtentFile) -> u32) -> HandedPool {
+        let cells = self.cells.lock();
+        HandedPool {
+            memory: add(self.file.clone()),
+            next: cells.next.clone(),
+            free: cells.free.clone(),
+            hollow: cells.hollow.clone(),
+            used: cells.used as u64,
+        }
     }
 
     /// Returns the memory of the tables when the pool is full.

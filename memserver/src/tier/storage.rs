@@ -5,6 +5,7 @@
 use std::{
     collections::{HashSet, VecDeque},
     io,
+    os::fd::{BorrowedFd, OwnedFd},
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -21,6 +22,7 @@ use super::{
     loans::{Loans, Transfer},
     pool::{Owner, Pool},
 };
+use crate::handover::{HandedPool, HandedSlots, HandoverError};
 
 /// Number of evictors. Several keep a disk busy, and one is left when the disk does not answer.
 pub(super) const EVICTORS: usize = 5;
@@ -67,6 +69,44 @@ impl Storage {
             pool_buffers: Loans::new(POOL_FETCHES, Transfer::new),
             figures,
         })
+    }
+
+    /// Takes over the pool and the slots of an earlier process. Nothing was taken yet.
+    pub(super) fn take_over(
+        &mut self,
+        slots: HandedSlots,
+        pool: HandedPool,
+        memory: OwnedFd,
+    ) -> Result<(), HandoverError> {
+        let mine = self.slots.get_mut();
+        let all = slots.free.iter().chain(&slots.failed);
+        if slots.fresh > mine.most || all.chain(&slots.suspect).any(|it| *it >= slots.fresh) {
+            return Err(HandoverError::State("a slot is outside".to_owned()));
+        }
+        *mine = Slots {
+            most: mine.most,
+            free: slots.free,
+            fresh: slots.fresh,
+            failed: slots.failed.into(),
+            suspect: slots.suspect.into_iter().collect(),
+        };
+        self.pool.take_over(pool, memory)
+    }
+
+    /// Returns the spill file's descriptor.
+    pub(super) fn disk(&self) -> Option<BorrowedFd<'_>> {
+        self.disk.descriptor()
+    }
+
+    /// Returns the slots that hold nothing.
+    pub(super) fn hand_over(&self) -> HandedSlots {
+        let slots = self.slots.lock();
+        HandedSlots {
+            fresh: slots.fresh,
+            free: slots.free.clone(),
+            failed: slots.failed.iter().copied().collect(),
+            suspect: slots.suspect.iter().copied().collect(),
+        }
     }
 
     /// Returns the memory that tables and buffers take at most.

@@ -53,7 +53,12 @@ pub struct Daemon {
 
 /// Makes a command of the binary, in an environment without settings.
 pub fn command() -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_farpage-memserver"));
+    command_at(Path::new(env!("CARGO_BIN_EXE_farpage-memserver")))
+}
+
+/// Makes a command of the binary at `path`, in an environment without settings.
+pub fn command_at(path: &Path) -> Command {
+    let mut command = Command::new(path);
     for (name, _) in std::env::vars_os() {
         if name.to_string_lossy().starts_with("FARPAGE_") {
             command.env_remove(name);
@@ -103,7 +108,8 @@ impl Daemon {
         Self::run_on(after(&enter), false, arguments).drained()
     }
 
-    fn run(command: Command, arguments: &[&str]) -> (Self, Log) {
+    /// Starts a daemon by `command`, as [`unread`](Self::unread) does.
+    pub fn run(command: Command, arguments: &[&str]) -> (Self, Log) {
         Self::run_on(command, true, arguments)
     }
 

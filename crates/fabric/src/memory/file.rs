@@ -6,7 +6,7 @@ use std::{
     fs::File,
     io,
     os::{
-        fd::AsRawFd,
+        fd::{AsFd, AsRawFd, BorrowedFd},
         unix::fs::{FileExt, MetadataExt},
     },
     sync::{Arc, OnceLock, atomic::Ordering},
@@ -216,5 +216,11 @@ impl ExtentFile {
         // A block of `stat` has 512 bytes whatever the file system. fstat of a memfd cannot fail.
         let metadata = self.0.file.metadata();
         metadata.map_or(0, |metadata| metadata.blocks() * 512)
+    }
+}
+
+impl AsFd for ExtentFile {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.file.as_fd()
     }
 }

@@ -42,6 +42,18 @@ pub(super) fn seal_to_read(file: &File) -> io::Result<()> {
     add_seals(file, SealFlag::F_SEAL_FUTURE_WRITE)
 }
 
+/// Checks that a file of another process has `bytes` bytes for good.
+pub(super) fn check_sealed(file: &File, bytes: u64) -> io::Result<()> {
+    let seals = SealFlag::from_bits_retain(fcntl(file, FcntlArg::F_GET_SEALS)?);
+    let size = SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_SEAL;
+    match seals.contains(size) && file.metadata()?.len() == bytes {
+        true => Ok(()),
+        false => Err(io::Error::other(
+            "it is not sealed memory of the right length",
+        )),
+    }
+}
+
 fn add_seals(file: &File, more: SealFlag) -> io::Result<()> {
     let size = SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_SEAL;
     fcntl(file, FcntlArg::F_ADD_SEALS(size | more))?;

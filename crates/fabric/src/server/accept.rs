@@ -6,7 +6,7 @@
 use std::{
     collections::HashMap,
     os::fd::AsFd,
-    sync::{Arc, Weak, atomic::Ordering},
+    sync::{Arc, atomic::Ordering},
     thread::{self, JoinHandle},
     time::{Duration, Instant},
 };
@@ -16,12 +16,18 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::{
     connection::Connection,
+    kept::{Accepted, KeptConnection, Stage, let_end},
     listen::{Listener, SocketAccess},
-    places::ConnectionLimits,
+    places::{Aim, ConnectionLimits, ConnectionPlace},
     service::{Service, Shutdown},
     traffic::ServerTraffic,
 };
-use crate::{errors::BindError, host::Host, log::later, stream::PeerStream};
+use crate::{
+    errors::BindError,
+    host::{Host, Peer, Transport},
+    log::later,
+    stream::PeerStream,
+};
 
 /// Upper bound of a server's wait at its end for the threads of its connections, whose sockets are
 /// closed by then.
@@ -60,7 +66,7 @@ impl ServerThread {
         let limits = ConnectionLimits::default();
         let service = Service::new(host, limits, Arc::clone(&traffic), shutdown.clone());
         let thread = thread::Builder::new().name("farpage-listen".to_owned());
-        let thread = thread.spawn(move || service.serve(listener));
+        let thread = thread.spawn(move || drop(service.serve(listener, Vec::new())));
         Ok(Self {
             thread: Some(thread.map_err(failed)?),
             endpoint,
@@ -97,18 +103,26 @@ impl Drop for ServerThread {
 }
 
 impl Service {
-    /// Accepts and serves connections until the shutdown begins; then closes them, joins their
-    /// threads and returns. Several threads may serve a listener each.
-    pub fn serve(self: &Arc<Self>, listener: Listener) {
-        // The threads own their sockets: an ended connection is closed at once and not when the
-        // next client comes.
-        let mut connections: HashMap<u64, (Weak<PeerStream>, JoinHandle<()>)> = HashMap::new();
+    /// Serves the control connections `kept` by an earlier process, and accepts and serves others,
+    /// until the shutdown begins; then closes them, joins their threads and returns. Several
+    /// threads may serve a listener each. After a [hand-over](Self::hand_over) returns the
+    /// listener, for the next process.
+    pub fn serve(
+        self: &Arc<Self>,
+        mut listener: Listener,
+        kept: Vec<KeptConnection>,
+    ) -> Option<Listener> {
+        listener.is_served();
+        let mut connections: HashMap<u64, Accepted> = HashMap::new();
+        for kept in kept {
+            connections.extend(self.go_on(kept));
+        }
         while !self.shutdown.has_begun() {
-            let mut fds = [listener.as_fd(), self.shutdown.0.1.as_fd()]
+            let mut fds = [listener.as_fd(), self.shutdown.0.begun.as_fd()]
                 .map(|fd| PollFd::new(fd, PollFlags::POLLIN));
             // An interrupted poll is as good as one that found nothing.
             let _ = poll(&mut fds, PollTimeout::NONE);
-            connections.retain(|_, (_, thread)| !thread.is_finished());
+            connections.retain(|_, it| !it.thread.is_finished());
             if connections.len() >= self.limits.connections + ENDING {
                 // Closed connections end at once. The next client waits for that in the backlog.
                 let _ = poll(&mut fds[1..], PollTimeout::from(5u8));
@@ -132,35 +146,28 @@ impl Service {
             let Some(stream) = listener.answer(call, &*self.host, &place) else {
                 continue;
             };
-            let stream = Arc::new(stream);
-            place.occupy(&stream);
-            let socket = Arc::downgrade(&stream);
-            let connection = Connection {
-                stream,
-                transport: listener.transport(),
-                peer,
-                place,
-                service: Arc::clone(self),
-            };
-            match thread::Builder::new()
-                .name(format!("farpage-conn-{number}"))
-                .spawn(move || connection.run())
-            {
-                Ok(thread) => drop(connections.insert(number, (socket, thread))),
-                Err(error) => {
-                    later(move || {
-                        tracing::warn!(%error, "connection closed: cannot start a thread for it");
-                    });
-                }
-            }
+            let transport = listener.transport();
+            let connection = self.connection(Arc::new(stream), transport, peer, place);
+            connections.extend(self.spawn(number, connection, Connection::run));
         }
-        drop(listener);
+        let listener = match self.is_handing_over() {
+            true => {
+                let_end(connections.values());
+                Some(listener)
+            }
+            false => {
+                drop(listener);
+                None
+            }
+        };
         self.frames.close();
         let until = Instant::now() + JOIN;
-        for stream in (connections.values()).filter_map(|(socket, _)| socket.upgrade()) {
+        let is_open = |it: &&Accepted| !it.thread.is_finished() && !it.stage.is_kept();
+        let open = connections.values().filter(is_open);
+        for stream in open.filter_map(|it| it.socket.upgrade()) {
             stream.close();
         }
-        for (_, thread) in connections.into_values() {
+        for Accepted { thread, .. } in connections.into_values() {
             // A join has no time limit; a closed socket wakes the threads at once.
             while !thread.is_finished() && Instant::now() < until {
                 thread::sleep(Duration::from_millis(1));
@@ -172,10 +179,85 @@ impl Service {
                         tracing::error!("a connection's thread panicked; its message is above");
                     });
                 }
-                None => later(|| {
-                    tracing::warn!("a connection's thread did not end within {JOIN:?}");
-                }),
+                None => {
+                    self.unsettled.store(true, Ordering::Relaxed);
+                    later(|| {
+                        tracing::warn!("a connection's thread did not end within {JOIN:?}");
+                    });
+                }
             }
         }
+        listener
+    }
+
+    fn connection(
+        self: &Arc<Self>,
+        stream: Arc<PeerStream>,
+        transport: Transport,
+        peer: Peer,
+        place: ConnectionPlace,
+    ) -> Connection {
+        place.occupy(&stream);
+        Connection {
+            stream,
+            stage: Arc::<Stage>::default(),
+            transport,
+            peer,
+            place,
+            service: Arc::clone(self),
+        }
+    }
+
+    /// Starts the thread of connection `number`. Logs why there is none.
+    fn spawn(
+        &self,
+        number: u64,
+        connection: Connection,
+        run: impl FnOnce(&Connection) + Send + 'static,
+    ) -> Option<(u64, Accepted)> {
+        // The thread owns its socket: an ended connection is closed at once and not when the next
+        // client comes.
+        let socket = Arc::downgrade(&connection.stream);
+        let stage = Arc::clone(&connection.stage);
+        let thread = thread::Builder::new().name(format!("farpage-conn-{number}"));
+        match thread.spawn(move || run(&connection)) {
+            Ok(thread) => Some((
+                number,
+                Accepted {
+                    stage,
+                    socket,
+                    thread,
+                },
+            )),
+            Err(error) => {
+                later(move || {
+                    tracing::warn!(%error, "connection closed: cannot start a thread for it");
+                });
+                None
+            }
+        }
+    }
+
+    /// Serves a control connection of an earlier process.
+    fn go_on(self: &Arc<Self>, kept: KeptConnection) -> Option<(u64, Accepted)> {
+        let KeptConnection {
+            stream,
+            transport,
+            peer,
+            session,
+            lease,
+            asked,
+        } = kept;
+        let number = self.accepted.fetch_add(1, Ordering::Relaxed);
+        let place = self.places.arrive(number, peer.origin);
+        let connection = self.connection(stream, transport, peer, place);
+        // Refused where the limits are lower than those of the earlier process: the connection then
+        // gives way to others, as one does that has not said what it is for.
+        if connection.place.settle(Aim::Resume(session)).is_ok() {
+            connection.place.belongs_to(session);
+        }
+        self.spawn(number, connection, move |connection| {
+            connection.go_on(session, lease, asked);
+        })
     }
 }

@@ -18,6 +18,7 @@ use nix::poll::{PollFd, PollFlags, poll};
 
 use super::{
     close::CloseReason,
+    kept::{Asked, Stage},
     lines::{LineHold, LineName},
     places::{Aim, ConnectionPlace},
     service::Service,
@@ -38,9 +39,18 @@ const HANDSHAKE: Duration = Duration::from_secs(10);
 /// Interval at which a thread that waits for a client checks that its session still lives.
 pub(crate) const LOOK: Duration = Duration::from_secs(1);
 
+/// Fate of a connection that is served no longer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Ending {
+    Close,
+    /// The server's next process has the connection.
+    HandOver,
+}
+
 /// One accepted connection and the state that its thread needs.
 pub(crate) struct Connection {
     pub(crate) stream: Arc<PeerStream>,
+    pub(super) stage: Arc<Stage>,
     pub(super) transport: Transport,
     pub(super) peer: Peer,
     pub(super) place: ConnectionPlace,
@@ -49,17 +59,28 @@ pub(crate) struct Connection {
 
 impl Connection {
     pub(super) fn run(&self) {
-        let ended = self.converse();
-        if let Err(fault) = ended
-            && !self.service.shutdown.has_begun()
-        {
-            let peer = self.peer.name.clone();
-            later(move || tracing::warn!(peer, reason = %fault, "connection closed"));
+        self.end(self.converse());
+    }
+
+    /// Serves a control connection that an earlier process has served up to here.
+    pub(super) fn go_on(&self, session: SessionId, lease: Duration, asked: Asked) {
+        let until = Instant::now() + HANDSHAKE;
+        self.end(self.attend_session(session, lease, asked, until, || Ok(())));
+    }
+
+    fn end(&self, ended: Result<Ending, CloseReason>) {
+        match ended {
+            Ok(Ending::HandOver) => return,
+            Err(fault) if !self.service.shutdown.has_begun() => {
+                let peer = self.peer.name.clone();
+                later(move || tracing::warn!(peer, reason = %fault, "connection closed"));
+            }
+            Ok(Ending::Close) | Err(_) => {}
         }
         self.stream.close();
     }
 
-    fn converse(&self) -> Result<(), CloseReason> {
+    fn converse(&self) -> Result<Ending, CloseReason> {
         if let PeerStream::Rdma(stream) = &*self.stream
             && let Some((session, secret, line)) = stream.claim()
         {
@@ -70,13 +91,15 @@ impl Connection {
             // Destroys the queue pair: only then is the line free.
             self.stream.close();
             drop(held);
-            return ended;
+            return ended.map(|()| Ending::Close);
         }
         let until = Instant::now() + HANDSHAKE;
         let mut bytes = [0; HELLO_BYTES];
         match self.stream.read_exact(&mut bytes, until) {
             // The client only looked whether a server is there.
-            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(()),
+            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
+                return Ok(Ending::Close);
+            }
             other => other?,
         }
         let hello = Hello::decode(&bytes);
@@ -97,7 +120,9 @@ impl Connection {
             (Purpose::Control, Request::Begin { client, resume }) => {
                 self.control(&client, resume, until)
             }
-            (Purpose::Control, first @ (Request::Stat | Request::Challenge)) => self.visit(first),
+            (Purpose::Control, first @ (Request::Stat | Request::Challenge)) => {
+                self.visit(first).map(|()| Ending::Close)
+            }
             // Over shared memory and RDMA for bytes that are not in the server's memory.
             (
                 Purpose::Data,
@@ -108,14 +133,15 @@ impl Connection {
                 },
             ) => {
                 if let Err(refusal) = self.service.host.attach(session, &secret) {
-                    return self.turn_away(refusal, until);
+                    return self.turn_away(refusal, until).map(|()| Ending::Close);
                 }
                 if let Err(refusal) = self.place.settle(Aim::Data(session, line)) {
-                    return self.turn_away(refusal, until);
+                    return self.turn_away(refusal, until).map(|()| Ending::Close);
                 }
                 let held = self.take((session, Some(line)), until)?;
+                self.stage.is_data();
                 self.stream.send(&Response::Done, until)?;
-                self.data(session, &secret, &held)
+                self.data(session, &secret, &held).map(|()| Ending::Close)
             }
             _ => Err(CloseReason::Violation(
                 "the first request does not fit the hello".to_owned(),

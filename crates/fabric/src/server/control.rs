@@ -1,7 +1,7 @@
 //! The control connection, server side: one session's requests, answered in their order.
 
 use std::{
-    os::fd::{AsRawFd, OwnedFd},
+    os::fd::{AsFd, AsRawFd, OwnedFd},
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -13,13 +13,26 @@ use farpage_wire::{
         MAX_MANIFEST_BYTES,
     },
 };
+use nix::{
+    errno::Errno,
+    poll::{PollFd, PollFlags, poll},
+};
 
-use super::{close::CloseReason, connection::Connection, lines::LineHold, places::Aim};
+use super::{
+    close::CloseReason,
+    connection::{Connection, Ending},
+    gate::Phase,
+    kept::Asked,
+    lines::LineHold,
+    places::Aim,
+    service::Service,
+};
 use crate::{
     host::{Admission, Asker, Host, Transport},
     key,
     log::later,
     memory::ExtentMemory,
+    nonblocking::timeout_until,
     stream::{PeerStream, ReceiveError},
 };
 
@@ -33,6 +46,15 @@ const ROOM: Duration = Duration::from_secs(5);
 /// Upper bound of the time from one request to the next of a client without a session.
 const VISIT: Duration = Duration::from_secs(2);
 
+/// Last event of a control connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Last {
+    Goodbye,
+    Closed,
+    /// The server's next process answers from now on.
+    HandOver,
+}
+
 const NEEDS_A_SESSION: &str = "a request that needs a session, or a key, without one";
 
 impl Connection {
@@ -41,7 +63,7 @@ impl Connection {
         client: &str,
         resume: Option<(SessionId, Secret)>,
         until: Instant,
-    ) -> Result<(), CloseReason> {
+    ) -> Result<Ending, CloseReason> {
         if client.len() > MAX_CLIENT_BYTES {
             return Err(CloseReason::Violation(
                 "the client's name for itself is too long".to_owned(),
@@ -49,7 +71,7 @@ impl Connection {
         }
         let admission = match self.admit(client, resume) {
             Ok(admission) => admission,
-            Err(refusal) => return self.turn_away(refusal, until),
+            Err(refusal) => return self.turn_away(refusal, until).map(|()| Ending::Close),
         };
         let session = admission.session;
         let lease_ms = admission.lease.as_millis() as u64;
@@ -60,23 +82,66 @@ impl Connection {
             paged: admission.paged,
             persistence: admission.persistence,
         };
+        let asked = Asked::default();
+        self.attend_session(session, admission.lease, asked, until, || {
+            Ok(self.stream.send(&begun, until)?)
+        })
+    }
+
+    /// Answers the requests of `session`, after `greet`.
+    pub(super) fn attend_session(
+        &self,
+        session: SessionId,
+        lease: Duration,
+        mut asked: Asked,
+        until: Instant,
+        greet: impl FnOnce() -> Result<(), CloseReason>,
+    ) -> Result<Ending, CloseReason> {
+        self.stage.is_control();
         // A resumed session's older connection executes nothing once its client is answered here.
-        let mut leaving = false;
         let ended = self.take((session, None), until).and_then(|held| {
-            self.stream.send(&begun, until)?;
-            let ended = self.requests(session, admission.lease, &held, &mut leaving);
-            leaving &= !held.is_replaced();
+            greet()?;
+            let ended = self.requests(session, lease, &held, &mut asked);
+            asked.is_leaving &= !held.is_replaced();
             ended
         });
         match ended {
-            Ok(true) => {}
+            Ok(Last::Goodbye) => {}
+            Ok(Last::HandOver) => {
+                let peer = &self.peer;
+                let (service, session) = (&self.service, (session, lease));
+                self.stage.set_kept();
+                service.keep(&self.stream, self.transport, peer, session, asked);
+                return Ok(Ending::HandOver);
+            }
             // A server that ends has not lost its clients: over shared memory they keep what they
             // map.
             _ if self.service.shutdown.has_begun() => {}
-            _ if leaving => self.service.host.close(session),
+            _ if asked.is_leaving => self.service.host.close(session),
             _ => self.service.host.lost(session),
         }
-        ended.map(|_| ())
+        ended.map(|_| Ending::Close)
+    }
+
+    /// Waits for a request. `true` if the server hands over instead.
+    fn is_handed_over(&self, until: Instant) -> bool {
+        // A control connection over RDMA cannot change hands.
+        if self.transport == Transport::Rdma {
+            return false;
+        }
+        let Service { gate, shutdown, .. } = &*self.service;
+        while gate.pass() == Phase::Open && !shutdown.has_begun() {
+            let (begun, stops) = (shutdown.0.begun.as_fd(), shutdown.0.stops.as_fd());
+            let mut fds =
+                [self.stream.as_fd(), begun, stops].map(|fd| PollFd::new(fd, PollFlags::POLLIN));
+            match poll(&mut fds, timeout_until(until)) {
+                Err(Errno::EINTR) => {}
+                // The read that follows says what is wrong.
+                _ if fds[1..].iter().all(|fd| fd.any() != Some(true)) => return false,
+                _ => {}
+            }
+        }
+        self.service.is_handing_over()
     }
 
     /// Gives the connection its place and its session.
@@ -100,17 +165,24 @@ impl Connection {
         Ok(admission)
     }
 
-    /// Answers requests until the client says goodbye (true) or closes the connection without it
-    /// (false). Sets `leaving` when the client announces that its process ends.
+    /// Answers requests until the client says goodbye or closes the connection without it, or the
+    /// server hands over. Keeps in `asked` what the client has announced.
     fn requests(
         &self,
         session: SessionId,
         lease: Duration,
         held: &LineHold<'_>,
-        leaving: &mut bool,
-    ) -> Result<bool, CloseReason> {
-        let mut asked = None;
+        asked: &mut Asked,
+    ) -> Result<Last, CloseReason> {
+        let _visit = self.service.gate.enter();
         loop {
+            if self.is_handed_over(Instant::now() + lease) {
+                // The newer connection of the session is the one to keep.
+                return match held.is_replaced() {
+                    true => Err(CloseReason::replaced()),
+                    false => Ok(Last::HandOver),
+                };
+            }
             // A client that lives renews well within its lease: silence is a peer that vanished
             // without a word.
             let mut room = self.service.frames.room(self.peer.origin);
@@ -126,7 +198,7 @@ impl Connection {
                 Err(ReceiveError::Io(error))
                     if error.kind() == std::io::ErrorKind::UnexpectedEof =>
                 {
-                    return Ok(false);
+                    return Ok(Last::Closed);
                 }
                 Err(ReceiveError::Refused(refusal)) => {
                     let until = Instant::now() + ANSWER;
@@ -139,11 +211,11 @@ impl Connection {
                 return Err(CloseReason::replaced());
             }
             let goodbye = request == Request::Goodbye;
-            *leaving |= request == Request::Leaving;
+            asked.is_leaving |= request == Request::Leaving;
             let (mut response, memories) = match request {
-                Request::Challenge => (challenge(&mut asked)?, Vec::new()),
+                Request::Challenge => (challenge(&mut asked.challenge)?, Vec::new()),
                 Request::Identify { key, signature } => {
-                    let shown = prove(&mut asked, key, signature)
+                    let shown = prove(&mut asked.challenge, key, signature)
                         .and_then(|()| self.service.host.identify(session, key));
                     (done_or_refused(shown), Vec::new())
                 }
@@ -180,7 +252,7 @@ impl Connection {
                 self.stream.send_fds(&fds, until)?;
             }
             if goodbye {
-                return Ok(true);
+                return Ok(Last::Goodbye);
             }
             if response == Response::Refused(Refusal::NoSession) {
                 return Err(CloseReason::Refused(Refusal::NoSession));

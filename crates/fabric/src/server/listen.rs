@@ -4,7 +4,7 @@ use std::{
     fs, io,
     net::TcpListener,
     os::{
-        fd::{AsFd, AsRawFd, BorrowedFd},
+        fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
         unix::{
             fs::{FileTypeExt, MetadataExt, PermissionsExt},
             net::UnixListener,
@@ -23,6 +23,7 @@ use super::places::{Aim, ConnectionPlace};
 use crate::{
     errors::BindError,
     host::{Host, Origin, Peer, Transport},
+    log::later,
     rdma,
     stream::{PeerStream, keep_alive},
 };
@@ -33,6 +34,8 @@ use crate::{
 pub struct Listener {
     endpoint: Endpoint,
     socket: Socket,
+    /// True if the file of a Unix socket is removed at the end.
+    removes_file: bool,
 }
 
 #[derive(Debug)]
@@ -42,6 +45,9 @@ enum Socket {
     Tcp(TcpListener),
     Rdma(rdma::RdmaListener),
 }
+
+/// Number of clients of a Unix socket that may wait to be accepted.
+const BACKLOG: i32 = 128;
 
 /// Users that may connect to a shared-memory socket.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -105,6 +111,7 @@ impl Listener {
                 Ok(Self {
                     endpoint: endpoint.clone(),
                     socket: Socket::Unix(listener, inode),
+                    removes_file: true,
                 })
             }
             Endpoint::Tcp { host, port } => {
@@ -118,6 +125,7 @@ impl Listener {
                 Ok(Self {
                     endpoint,
                     socket: Socket::Tcp(listener),
+                    removes_file: true,
                 })
             }
             Endpoint::Rdma { host, .. } => {
@@ -129,10 +137,62 @@ impl Listener {
                 Ok(Self {
                     endpoint,
                     socket: Socket::Rdma(listener),
+                    removes_file: true,
                 })
             }
             Endpoint::Auto { .. } => Err(BindError::Auto { endpoint: name }),
             Endpoint::Sim(_) => Err(BindError::Simulated { endpoint: name }),
+        }
+    }
+
+    /// Takes over the listening socket of `endpoint` from an earlier process. The file of a Unix
+    /// socket, which is `inode`, stays there until the listener has been
+    /// [served](super::Service::serve). `None` if that file is not there any more: nobody can
+    /// connect to the socket.
+    ///
+    /// # Errors
+    /// [`BindError`]: the descriptor is no such socket.
+    pub fn inherited(
+        endpoint: &Endpoint,
+        socket: OwnedFd,
+        inode: u64,
+    ) -> Result<Option<Self>, BindError> {
+        let failed = |source| BindError::Io {
+            endpoint: endpoint.to_string(),
+            source,
+        };
+        if !getsockopt(&socket, sockopt::AcceptConn).map_err(|errno| failed(errno.into()))? {
+            let reason = "the descriptor that was handed over does not listen";
+            return Err(failed(io::Error::other(reason)));
+        }
+        let socket = match endpoint {
+            Endpoint::Shm(path) => {
+                if !fs::symlink_metadata(path).is_ok_and(|file| file.ino() == inode) {
+                    return Ok(None);
+                }
+                Socket::Unix(socket.into(), inode)
+            }
+            Endpoint::Tcp { .. } => Socket::Tcp(socket.into()),
+            Endpoint::Rdma { .. } | Endpoint::Auto { .. } | Endpoint::Sim(_) => {
+                return Err(failed(io::ErrorKind::Unsupported.into()));
+            }
+        };
+        Ok(Some(Self {
+            endpoint: endpoint.clone(),
+            socket,
+            removes_file: false,
+        }))
+    }
+
+    /// Notes that this process serves the listener, whose file goes with it.
+    pub(super) fn is_served(&mut self) {
+        if !std::mem::replace(&mut self.removes_file, true) {
+            // Clients of a Unix socket see the process that called `listen` last as their peer.
+            let again = Backlog::new(BACKLOG).and_then(|backlog| listen(&self.as_fd(), backlog));
+            if let Err(errno) = again {
+                let endpoint = self.endpoint.clone();
+                later(move || tracing::warn!(%endpoint, %errno, "cannot listen anew"));
+            }
         }
     }
 
@@ -155,7 +215,16 @@ impl Listener {
         &self.endpoint
     }
 
-    pub(super) fn transport(&self) -> Transport {
+    /// Returns the number of a Unix socket's file, or 0.
+    pub fn inode(&self) -> u64 {
+        match self.socket {
+            Socket::Unix(_, inode) => inode,
+            Socket::Tcp(_) | Socket::Rdma(_) => 0,
+        }
+    }
+
+    /// Returns the transport of the listener's clients.
+    pub fn transport(&self) -> Transport {
         match self.socket {
             Socket::Unix(..) => Transport::Shm,
             Socket::Tcp(_) => Transport::Tcp,
@@ -240,6 +309,7 @@ impl AsFd for Listener {
 impl Drop for Listener {
     fn drop(&mut self) {
         if let (Endpoint::Shm(path), Socket::Unix(_, inode)) = (&self.endpoint, &self.socket)
+            && self.removes_file
             && fs::symlink_metadata(path).is_ok_and(|metadata| metadata.ino() == *inode)
         {
             // Fails if the file is gone already; a stale file would do no harm either.
@@ -258,6 +328,6 @@ fn bind_unix(path: &Path, access: SocketAccess) -> io::Result<(UnixListener, u64
         SocketAccess::Group => 0o660,
     };
     fs::set_permissions(path, fs::Permissions::from_mode(mode))?;
-    listen(&fd, Backlog::new(128)?)?;
+    listen(&fd, Backlog::new(BACKLOG)?)?;
     Ok((fd.into(), fs::symlink_metadata(path)?.ino()))
 }

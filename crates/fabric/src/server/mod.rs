@@ -11,7 +11,9 @@ mod connection;
 mod control;
 mod data;
 mod frames;
+mod gate;
 mod incoming;
+mod kept;
 mod lines;
 mod listen;
 mod places;
@@ -22,6 +24,7 @@ mod window;
 
 pub use self::{
     accept::ServerThread,
+    kept::{Asked, KeptConnection, let_inherit, take_inherited},
     listen::{Listener, SocketAccess},
     places::ConnectionLimits,
     service::{Service, Shutdown},

@@ -12,7 +12,7 @@ pub struct ServerTraffic {
 
 impl ServerTraffic {
     /// Adds payload bytes of READs and of WRITEs.
-    pub(crate) fn count(&self, read_bytes: u64, written_bytes: u64) {
+    pub fn count(&self, read_bytes: u64, written_bytes: u64) {
         self.read_bytes.fetch_add(read_bytes, Ordering::Relaxed);
         self.written_bytes
             .fetch_add(written_bytes, Ordering::Relaxed);

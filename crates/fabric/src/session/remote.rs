@@ -84,6 +84,7 @@ impl Remote {
             key_file: options.key_file.clone(),
             key: OnceLock::new(),
             peer: PeerProcess::of(&line.stream),
+            is_handed_over: AtomicBool::new(false),
             renewed: Mutex::new(begun),
             lease: line.lease,
             lost: OnceLock::new(),

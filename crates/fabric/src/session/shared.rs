@@ -91,6 +91,8 @@ pub(super) struct SessionState {
     pub(super) local: Option<Arc<Death>>,
     /// Process of the server, where it can be seen.
     pub(super) peer: Option<PeerProcess>,
+    /// True once another process than `peer` has answered: the server's next one.
+    pub(super) is_handed_over: AtomicBool,
     /// Time of sending the last answered renewal. The session is ours for one lease from then on.
     pub(super) renewed: Mutex<Instant>,
     /// Lease that the server granted at first.
@@ -353,9 +355,14 @@ impl SessionState {
             Err(error) => return Err(RequestError::Refused(Refusal::Invalid(error.to_string()))),
         };
         self.settle(line, until)?;
+        let has_ended = |peer: &PeerProcess| peer.ends(Instant::now());
+        let is_handed_over = self.peer.as_ref().is_some_and(has_ended);
         line.talk.say(bytes, *request == Request::Renew);
         match self.hear(line, until) {
             Ok((answer, fds)) => {
+                // The end of the process that answers now cannot be seen.
+                self.is_handed_over
+                    .fetch_or(is_handed_over, Ordering::Relaxed);
                 self.keep_leases(line, &answer, fds, until)
                     .map_err(|error| self.broken(line, &error))?;
                 if let Response::Refused(refusal) = answer {
@@ -514,7 +521,9 @@ impl SessionState {
             return death.declare(reason);
         }
         // A server that lends more than its memory loses the bytes that were elsewhere.
-        if !self.paged && self.peer.as_ref().is_some_and(ends) {
+        let peer = self.peer.as_ref();
+        let peer = peer.filter(|_| !self.is_handed_over.load(Ordering::Relaxed));
+        if !self.paged && peer.is_some_and(ends) {
             // Looked at last: this program may have been stopped until just now.
             if self.renewed.lock().elapsed() <= self.lease {
                 return death.declare_but_for_memory(ENDED);
