@@ -33,7 +33,6 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
         run: &mut IoRun<R, F>,
         remote: &RemoteStore,
     ) -> bool {
-        let mut all = true;
         for part in 0..run.parts.len() {
             let Task::Fetch(transfer) = run.parts[part].task else {
                 continue;
@@ -48,12 +47,11 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
                     }
                 },
             };
-            match buf {
-                Some(buf) => self.post(index, run, part, remote, transfer, buf),
-                None => all = false,
+            if let Some(buf) = buf {
+                self.post(index, run, part, remote, transfer, buf);
             }
         }
-        all
+        !(run.parts.iter()).any(|part| matches!(part.task, Task::Fetch(_)))
     }
 }
 
