@@ -508,8 +508,8 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
         self.spare.push(spare);
     }
 
-    /// Puts a run back behind a request of a part. A part that has to fetch its bytes does so at the
-    /// end of the poll.
+    /// Puts a run back behind a request of a part. A part that has to fetch its bytes does so at
+    /// the end of the poll.
     fn put_waiting(&mut self, (index, part): (usize, usize), run: IoRun<R, F>) {
         if matches!(run.parts[part].task, Task::Fetch(_)) {
             self.wait_again(index);

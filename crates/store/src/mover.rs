@@ -145,21 +145,73 @@ impl<'a> Mover<'a> {
         target: (u8, ExtentId),
         rate: Option<u64>,
     ) -> Result<(), (u8, MoveError)> {
-        let recipe = view.set.code.recipe(view.at, sources);
-        let recipe = recipe.expect("as many sources as columns");
         let mut pace = Pace::new(rate);
         for (offset, len) in pieces_of(bytes) {
-            let mut sum = self.buffer(len).map_err(|error| (target.0, error))?;
-            sum.as_mut().fill(0);
-            for at in positions(sources) {
-                let source = view.home(at).expect("a source is there");
-                let piece = self.read_piece((source.server, source.id), offset, len)?;
-                add_product(sum.as_mut(), piece.as_ref(), recipe[usize::from(at)]);
-            }
+            let sum = self.decode_piece((view, sources), target.0, (offset, len))?;
             self.write_piece(target, offset, sum)?;
             pace.moved(len as u64);
         }
         Ok(())
+    }
+
+    /// Copies an extent of a parity set to another extent: at most `rate` bytes per second. Only
+    /// ranges that are `damaged`, each given by its start and length, and pieces that the server
+    /// cannot read, are computed from the set's `sources`: damage to these goes no further.
+    ///
+    /// # Errors
+    /// The error of a server, and the server's number.
+    pub(crate) fn mend(
+        &mut self,
+        bytes: u64,
+        (member, damaged): (Member, &[(u64, u64)]),
+        from: (&SetView, u16),
+        target: (u8, ExtentId),
+        rate: Option<u64>,
+    ) -> Result<(), (u8, MoveError)> {
+        let mut pace = Pace::new(rate);
+        for (offset, len) in pieces_of(bytes) {
+            let piece = match self.read_piece((member.server, member.id), offset, len) {
+                Err((_, error)) if !error.is_silence() => {
+                    self.decode_piece(from, target.0, (offset, len))?
+                }
+                piece => {
+                    let mut piece = piece?;
+                    for &(start, bytes) in damaged {
+                        let end = (start + bytes).min(offset + len as u64);
+                        let start = start.max(offset);
+                        if start < end {
+                            let part = (start, (end - start) as usize);
+                            let right = self.decode_piece(from, target.0, part)?;
+                            let at = (start - offset) as usize;
+                            piece.as_mut()[at..at + part.1].copy_from_slice(right.as_ref());
+                        }
+                    }
+                    piece
+                }
+            };
+            self.write_piece(target, offset, piece)?;
+            pace.moved(len as u64);
+        }
+        Ok(())
+    }
+
+    /// Computes a piece of an extent of a parity set, for the server `target`.
+    fn decode_piece(
+        &mut self,
+        (view, sources): (&SetView, u16),
+        target: u8,
+        (offset, len): (u64, usize),
+    ) -> Result<RegBuf, (u8, MoveError)> {
+        let recipe = view.set.code.recipe(view.at, sources);
+        let recipe = recipe.expect("as many sources as columns");
+        let mut sum = self.buffer(len).map_err(|error| (target, error))?;
+        sum.as_mut().fill(0);
+        for at in positions(sources) {
+            let source = view.home(at).expect("a source is there");
+            let piece = self.read_piece((source.server, source.id), offset, len)?;
+            add_product(sum.as_mut(), piece.as_ref(), recipe[usize::from(at)]);
+        }
+        Ok(sum)
     }
 
     /// Reads a piece of an extent.
@@ -232,6 +284,10 @@ impl<'a> Mover<'a> {
             let _ = nix::poll::poll(wait.poll_fd().as_mut_slice(), left);
         }
         let completion = done.pop().expect("poll returned one");
+        if completion.result.is_err() {
+            // An error may be the end of the channel.
+            self.channels[usize::from(server)] = None;
+        }
         let result = completion.result.map(|()| completion.buf);
         result.map_err(MoveError::Channel)
     }

@@ -3,7 +3,7 @@
 //! The rule it keeps: a member is replaced as the head of [`repair`](crate::repair) says. The
 //! choice of the groups, and the repeats, are left to that.
 
-use std::{collections::HashMap, sync::Arc, time::Duration};
+use std::{cmp::Reverse, collections::HashMap, sync::Arc, time::Duration};
 
 use farpage_fabric::{AllocError, ExtentId};
 
@@ -141,7 +141,7 @@ impl SealedGroup {
             plan,
         };
         if !pool.seal(index) {
-            sealed.drop_target();
+            sealed.return_target();
             return Err(Repair::Done);
         }
         if !sealed.fits() {
@@ -170,11 +170,20 @@ impl SealedGroup {
 
     /// Gives the preparation up.
     pub(crate) fn give_up(self) {
-        self.drop_target();
+        self.return_target();
         self.unseal();
     }
 
-    fn drop_target(&self) {
+    /// Keeps the extent for the copy, to which nothing was written, or gives it back.
+    fn return_target(&self) {
+        if let Some((server, id)) = self.plan.target {
+            let bytes = self.plan.group.bytes;
+            self.pool.return_spare(server, id, bytes);
+        }
+    }
+
+    /// Gives up the extent for the copy, in which something may still land.
+    fn renew_target(&self) {
         if let Some((server, id)) = self.plan.target {
             let bytes = self.plan.group.bytes;
             self.pool.renew_spare(server, id, bytes);
@@ -201,7 +210,7 @@ impl SealedGroup {
         };
         let repair = self.copy_pieces(cluster, &pieces);
         if !matches!(repair, Repair::Done) {
-            self.drop_target();
+            self.renew_target();
         }
         self.unseal();
         Ok(repair)
@@ -236,15 +245,21 @@ impl SealedGroup {
         let copies = group.good().filter(|(_, it)| pool.is_usable(it.server));
         let sources = pool.sources(index);
         let decoded = sources.map(|_| None);
+        let damaged = lost.filter(|it| it.state == MemberState::Stale && group.column.is_some());
         for source in copies.map(|(_, copy)| Some(copy)).chain(decoded) {
             // A write may wait for the opening of a parity set.
             let rate = cluster.repair_rate.filter(|_| !pool.is_room_awaited());
             let mut mover = Mover::new(pool);
             let moved = match (source, &sources) {
                 (Some(copy), _) => mover.copy(pieces, copy, (server, id), rate),
-                (None, Some((view, bits))) => {
-                    mover.decode(group.bytes, (view, *bits), (server, id), rate)
-                }
+                (None, Some((view, bits))) => match damaged {
+                    Some(it) => {
+                        let ranges = pool.damaged_ranges(it);
+                        let old = (it, ranges.as_slice());
+                        mover.mend(group.bytes, old, (view, *bits), (server, id), rate)
+                    }
+                    None => mover.decode(group.bytes, (view, *bits), (server, id), rate),
+                },
                 (None, None) => unreachable!("bytes are computed from sources"),
             };
             match moved {
@@ -320,12 +335,17 @@ fn new_extent(
     let servers = pool.servers().len() as u32;
     let before = group.member(at).map(|lost| lost.server);
     let view = pool.groups.set_of(index);
-    // First the servers behind the home: there is room that was kept for copies.
     let first = match group.member(0) {
         Some(home) if may_share => u32::from(home.server) + 1,
         _ => index,
     };
-    let others = (0..servers).map(|i| ((first + i) % servers) as u8);
+    let mut others: Vec<u8> = (0..servers)
+        .map(|i| ((first + i) % servers) as u8)
+        .collect();
+    if may_share {
+        // First where most room was kept for copies, and behind the home.
+        others.sort_by_key(|&server| Reverse(pool.spares_on(server, group.bytes)));
+    }
     let is_free = |server: &u8| {
         let is_elsewhere = |member: Member| !pool.is_same(member.server, *server);
         let mut members = group.members().map(|(_, member)| member);
@@ -339,7 +359,7 @@ fn new_extent(
             refusal = Some(error);
         }
     };
-    let others = others.filter(|server| Some(*server) != before);
+    let others = others.into_iter().filter(|server| Some(*server) != before);
     for server in before.into_iter().chain(others).filter(is_free) {
         if !pool.may_grant(server) {
             any_silent |= pool.may_grant_soon(server, dead_after);

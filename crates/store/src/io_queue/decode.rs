@@ -23,7 +23,7 @@ use super::{
 };
 use crate::{
     PageStore,
-    groups::{ExtentGroup, Member, SetView},
+    groups::{ExtentGroup, Member, MemberState, SetView},
     parity::{add_product, positions},
     remote::{Backing, RemoteStore},
 };
@@ -54,29 +54,33 @@ impl<B: Buf> Ports<B> {
         view.is_some_and(|view| self.sources(remote, &view, decoding, way).is_some())
     }
 
-    /// Chooses the sources of a decoding, those first whose servers are not suspect.
+    /// Chooses the sources of a decoding, those first whose servers are not suspect. Returns them,
+    /// and the one that is left out on purpose.
     fn sources(
         &self,
         remote: &RemoteStore,
         view: &SetView,
         decoding: Decoding,
         way: Way,
-    ) -> Option<u16> {
+    ) -> Option<(u16, u16)> {
         let port = |home: &Member| &self[remote.pool.port(home.server)];
         let choose = |but: u16| {
             let fine = view.sources(but, |home| port(home).is_open() && port(home).is_fine());
             let open = || view.sources(but, |home| port(home).is_open());
             let any = || view.sources(but, |home| !port(home).is_lost());
-            let found = fine.or_else(open);
+            // Most of a damaged extent is right.
+            let is_there = |home: &Member| home.state != MemberState::Dead && port(home).is_open();
+            let damaged = || view.any_sources(but, is_there);
+            let found = fine.or_else(open).or_else(damaged);
             found.or_else(|| any().filter(|_| way == Way::Awaited))
         };
         let first = choose(decoding.refused)?;
         // The first choice serves twice. Then one source after the other is left out.
         match decoding.damaged.checked_sub(2) {
-            None => Some(first),
+            None => Some((first, 0)),
             Some(before) => {
-                let left_out = positions(first).nth(usize::from(before))?;
-                choose(decoding.refused | 1 << left_out)
+                let left_out = 1 << positions(first).nth(usize::from(before))?;
+                Some((choose(decoding.refused | left_out)?, left_out))
             }
         }
     }
@@ -186,7 +190,8 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
             transfer.changes = view.changes;
             transfer.decoding = Decoding::default();
         }
-        let Some(sources) = self.ports.sources(remote, &view, transfer.decoding, way) else {
+        let found = self.ports.sources(remote, &view, transfer.decoding, way);
+        let Some((sources, left_out)) = found else {
             return false;
         };
         let recipe = view.set.code.recipe(view.at, sources);
@@ -194,6 +199,7 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
             sources,
             left: sources,
             unsent: sources,
+            left_out,
             recipe: recipe.expect("as many sources as columns were chosen"),
             ..transfer.decoding
         };
@@ -246,11 +252,11 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
         match sent {
             _ if left != unsent => {}
             Ok(()) => {
-                self.stop_decoding(run, part, transfer);
+                self.stop_decoding(run, part);
                 run.parts[part].task = Task::Fetch(transfer);
             }
             Err(error) => {
-                self.stop_decoding(run, part, transfer);
+                self.stop_decoding(run, part);
                 run.fail(part, no_memory(&store, error));
             }
         }
@@ -403,14 +409,14 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
             endpoint: remote.pool.endpoint(transfer.server).to_string(),
             deadline: self.deadline,
         };
-        self.stop_decoding(run, part, transfer);
+        self.stop_decoding(run, part);
         run.fail(part, run.remote_error(remote, transfer, error));
     }
 
-    /// Takes a decoding out of the requests under way.
-    fn stop_decoding(&mut self, run: &mut IoRun<R, F>, part: usize, transfer: SlotTransfer) {
+    /// Takes a decoding that delivered nothing out of the requests under way.
+    fn stop_decoding(&mut self, run: &mut IoRun<R, F>, part: usize) {
         self.ops_in_flight -= 1;
-        self.watch.ended(run.way.index(), u64::from(transfer.bytes));
+        self.watch.ended(run.way.index(), 0);
         if let Some(block) = run.parts[part].sum.take() {
             self.staging.put(block, run.store.page_bytes);
         }

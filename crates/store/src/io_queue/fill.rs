@@ -21,6 +21,7 @@ use crate::{
     codec::{self, Coder, Form},
     entry::PageEntry,
     groups::{Member, MemberState},
+    parity::positions,
     place::SlotSpan,
     remote::RemoteStore,
 };
@@ -286,8 +287,17 @@ impl<R, F: RunBuffer> IoRun<R, F> {
     fn note_right(&mut self, remote: &RemoteStore, transfer: SlotTransfer) {
         self.tally.failovers += u64::from(transfer.member != 0);
         if transfer.is_decoded() {
-            if transfer.damaged & 1 != 0 {
-                (remote.pool).mark_home_damaged(transfer.place, transfer.changes);
+            let SlotTransfer {
+                place,
+                changes,
+                bytes,
+                ..
+            } = transfer;
+            let home = (transfer.damaged & 1 != 0).then_some(None);
+            // The bytes are right without the source that was left out, and were not with it.
+            let source = positions(transfer.decoding.left_out).next().map(Some);
+            for at in home.into_iter().chain(source) {
+                remote.pool.mark_extent_damaged(place, at, (changes, bytes));
             }
         } else if let (true, Some(id)) = (transfer.damaged != 0, transfer.extent) {
             let (server, state) = (transfer.server, MemberState::Good);

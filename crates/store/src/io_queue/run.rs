@@ -232,6 +232,9 @@ pub(super) struct Decoding {
     pub(super) unsent: u16,
     /// Positions of extents that refused to be read.
     pub(super) refused: u16,
+    /// Position of a source of earlier decodings that is left out, since these brought damaged
+    /// bytes.
+    pub(super) left_out: u16,
     /// Number of decodings that brought damaged bytes.
     pub(super) damaged: u8,
     /// Coefficients of the sources, by position.

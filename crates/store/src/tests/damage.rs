@@ -1,0 +1,99 @@
+//! Damage to extents of parity sets, and what repairs make of it.
+
+use super::{
+    copies::impatient,
+    parity::{SealedWorld, flip, home_of},
+    *,
+};
+use crate::groups::{Member, SetView};
+
+fn set_of(it: &SealedWorld, page: u64) -> SetView {
+    let extent = place_of(&it.store, page).0.extent;
+    let view = pool(&it.store).groups.set_of(extent);
+    view.expect("it has parity")
+}
+
+/// Returns two pages of one set that are in different columns, and not at the same place.
+fn two_pages(it: &SealedWorld) -> [u64; 2] {
+    let pages = it.sealed_pages();
+    let first = pages[0];
+    let offset = |page| place_of(&it.store, page).0.offset;
+    let (servers, at) = (members(&set_of(it, first)), set_of(it, first).at);
+    let is_other = |&&page: &&u64| {
+        let view = set_of(it, page);
+        members(&view) == servers && view.at != at && offset(page) != offset(first)
+    };
+    [
+        first,
+        *pages.iter().find(is_other).expect("a set has pages"),
+    ]
+}
+
+fn members(view: &SetView) -> Vec<Member> {
+    view.homes().collect()
+}
+
+#[test]
+fn a_repair_spreads_no_damage_that_no_fill_has_found() {
+    for code in [(2, 1), (4, 1), (4, 2)] {
+        let mut it = SealedWorld::new(7, code, impatient());
+        let [found, hidden] = two_pages(&it);
+        let home = home_of(&it.store, found);
+        flip(&it.store, found, home);
+        flip(&it.store, hidden, home_of(&it.store, hidden));
+        read(&mut it.io, &it.store, found).expect("it is decoded");
+        it.world.repair();
+        assert_ne!(home_of(&it.store, found), home, "{code:?}: it is made anew");
+        it.assert_reads();
+        it.world.repair();
+        assert_eq!(it.store.stats().under_protected_bytes, 0);
+        let before = it.store.stats().corrupt;
+        it.assert_reads();
+        let stats = it.store.stats();
+        assert_eq!((stats.corrupt, stats.errors), (before, 0), "{code:?}");
+    }
+}
+
+#[test]
+fn a_damaged_source_is_made_anew() {
+    for other in 0..5 {
+        let mut it = SealedWorld::new(7, (4, 2), impatient());
+        let page = it.sealed_pages()[0];
+        let view = set_of(&it, page);
+        let source = view.others().nth(other).expect("a set has six extents");
+        flip(&it.store, page, source);
+        let home = usize::from(home_of(&it.store, page).server);
+        it.world.servers[home].cut();
+        let right = it.model[page as usize * 4096..][..4096].to_vec();
+        assert!(read(&mut it.io, &it.store, page).expect("it is decoded") == right);
+        it.world.servers[home].heal();
+        it.world.wait_until_all_answer();
+        it.world.repair();
+        assert_eq!(it.store.stats().under_protected_bytes, 0);
+        // Parity and columns that no fill needs are not read: the set tells.
+        let is_used = set_of(&it, page).others().any(|it| it == source);
+        let before = it.store.stats();
+        let home = usize::from(home_of(&it.store, page).server);
+        it.world.servers[home].cut();
+        assert!(read(&mut it.io, &it.store, page).expect("it is decoded") == right);
+        let after = it.store.stats();
+        assert_eq!(after.corrupt, before.corrupt, "{other}");
+        assert_eq!(
+            is_used,
+            before.corrupt == 0,
+            "{other}: found, and made anew"
+        );
+    }
+}
+
+#[test]
+fn a_damaged_extent_serves_to_decode_pages_that_it_has_right() {
+    let mut it = SealedWorld::new(3, (2, 1), impatient());
+    let [page, other] = two_pages(&it);
+    flip(&it.store, page, home_of(&it.store, page));
+    read(&mut it.io, &it.store, page).expect("it is decoded");
+    assert!(it.store.stats().under_protected_bytes > 0);
+    it.kill(usize::from(home_of(&it.store, other).server));
+    let bytes = read(&mut it.io, &it.store, other).expect("it is decoded");
+    assert!(bytes == it.model[other as usize * 4096..][..4096]);
+}
