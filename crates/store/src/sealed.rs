@@ -5,7 +5,7 @@
 
 use std::{cmp::Reverse, collections::HashMap, sync::Arc, time::Duration};
 
-use farpage_fabric::{AllocError, ExtentId};
+use farpage_fabric::{AllocError, ExtentId, log::later};
 
 use crate::{
     Cluster,
@@ -32,6 +32,8 @@ pub(crate) struct CopyPlan {
     /// Server and extent that were granted for the copy. `None`: the stale member's server has room
     /// only for one of both, so that the stale one goes back first.
     target: Option<(u8, ExtentId)>,
+    /// True if a WRITE may still land in the target.
+    is_doubtful: bool,
 }
 
 /// Outcome of one repair.
@@ -109,6 +111,7 @@ impl CopyPlan {
             at,
             lost,
             target,
+            is_doubtful: false,
         })
     }
 }
@@ -174,19 +177,15 @@ impl SealedGroup {
         self.unseal();
     }
 
-    /// Keeps the extent for the copy, to which nothing was written, or gives it back.
+    /// Gives up the extent for the copy: it is kept or goes back, and only goes back if something
+    /// may still land there.
     fn return_target(&self) {
         if let Some((server, id)) = self.plan.target {
             let bytes = self.plan.group.bytes;
-            self.pool.return_spare(server, id, bytes);
-        }
-    }
-
-    /// Gives up the extent for the copy, in which something may still land.
-    fn renew_target(&self) {
-        if let Some((server, id)) = self.plan.target {
-            let bytes = self.plan.group.bytes;
-            self.pool.renew_spare(server, id, bytes);
+            match self.plan.is_doubtful {
+                true => self.pool.renew_spare(server, id, bytes),
+                false => self.pool.return_spare(server, id, bytes),
+            }
         }
     }
 
@@ -210,7 +209,7 @@ impl SealedGroup {
         };
         let repair = self.copy_pieces(cluster, &pieces);
         if !matches!(repair, Repair::Done) {
-            self.renew_target();
+            self.return_target();
         }
         self.unseal();
         Ok(repair)
@@ -245,7 +244,11 @@ impl SealedGroup {
         let copies = group.good().filter(|(_, it)| pool.is_usable(it.server));
         let sources = pool.sources(index);
         let decoded = sources.map(|_| None);
-        let damaged = lost.filter(|it| it.state == MemberState::Stale && group.column.is_some());
+        // Of a column that gets its copies before a home, the home is read.
+        let is_damaged = |it: &Member| {
+            it.state == MemberState::Stale && group.column.is_some() && pool.is_usable(it.server)
+        };
+        let damaged = lost.or(group.member(0)).filter(is_damaged);
         for source in copies.map(|(_, copy)| Some(copy)).chain(decoded) {
             // A write may wait for the opening of a parity set.
             let rate = cluster.repair_rate.filter(|_| !pool.is_room_awaited());
@@ -256,7 +259,9 @@ impl SealedGroup {
                     Some(it) => {
                         let ranges = pool.damaged_ranges(it);
                         let old = (it, ranges.as_slice());
-                        mover.mend(group.bytes, old, (view, *bits), (server, id), rate)
+                        let from = (view, *bits);
+                        let mended = mover.mend(group.bytes, old, from, (server, id), rate);
+                        mended.map(|kept| tell_of_doubt(pool, it.server, kept))
                     }
                     None => mover.decode(group.bytes, (view, *bits), (server, id), rate),
                 },
@@ -274,6 +279,7 @@ impl SealedGroup {
                     return Repair::Done;
                 }
                 Err((failed, error)) => {
+                    self.plan.is_doubtful |= mover.may_land_in((server, id));
                     if error.is_silence() {
                         cluster.health.failed(pool.port(failed));
                     }
@@ -285,6 +291,22 @@ impl SealedGroup {
             }
         }
         failure.map_or(Repair::Silent, Repair::Failed)
+    }
+}
+
+/// Counts and logs blocks of a damaged extent that differ from what its set says, and stay: nobody
+/// knows which extent is damaged until the pages are filled.
+fn tell_of_doubt(pool: &SlotPool, server: u8, blocks: usize) {
+    if blocks > 0 {
+        pool.count_differing();
+        let endpoint = pool.endpoint(server);
+        later(move || {
+            tracing::warn!(
+                %endpoint,
+                blocks,
+                "an extent of a memory server was damaged, and it or another of its parity set has more damage: each page is read as its hash confirms; check the servers' memory"
+            );
+        });
     }
 }
 

@@ -333,15 +333,13 @@ impl SetMaker {
             self.sealed = Some(sealed);
             return false;
         }
-        let made = sealed.make(cluster);
-        match &made {
-            Ok(()) => sealed.unseal(usize::MAX),
-            Err(Unmade::Later) => {
-                sealed.renew_parity();
-                sealed.unseal(usize::MAX);
-            }
-            Err(_) => sealed.give_up(usize::MAX),
+        let mut mover = Mover::new(&sealed.pool);
+        let made = sealed.make(cluster, &mut mover);
+        if let Err(unmade) = &made {
+            let is_damaged = |server| matches!(unmade, Unmade::Damaged(it) if *it == server);
+            sealed.end_parity(|extent| mover.may_land_in(extent) || is_damaged(extent.0));
         }
+        sealed.unseal(usize::MAX);
         match made {
             Ok(()) => {
                 // What went back is room for the opening of another.
@@ -456,15 +454,17 @@ impl SealedSet {
     }
 
     fn return_parity(&self) {
-        for &(server, id) in &self.parity {
-            self.pool.return_spare(server, id, self.bytes());
-        }
+        self.end_parity(|_| false);
     }
 
-    /// Gives up parity extents in which something may still land.
-    fn renew_parity(&self) {
+    /// Gives up the parity extents: they are kept or go back. One that is `unfit` to be kept, since
+    /// something may still land there or it came back damaged, only goes back.
+    fn end_parity(&self, unfit: impl Fn((u8, ExtentId)) -> bool) {
         for &(server, id) in &self.parity {
-            self.pool.renew_spare(server, id, self.bytes());
+            match unfit((server, id)) {
+                true => self.pool.renew_spare(server, id, self.bytes()),
+                false => self.pool.return_spare(server, id, self.bytes()),
+            }
         }
     }
 
@@ -484,9 +484,9 @@ impl SealedSet {
     }
 
     /// Makes the set of settled groups.
-    fn make(&self, cluster: &Cluster) -> Result<(), Unmade> {
+    fn make(&self, cluster: &Cluster, mover: &mut Mover) -> Result<(), Unmade> {
         let before = self.allocated();
-        self.compute(cluster)?;
+        self.compute(cluster, mover)?;
         let (columns, parity) = (self.homes(), self.parity.as_slice());
         let is_right = are_consistent(
             &self.pool,
@@ -537,8 +537,7 @@ impl SealedSet {
     }
 
     /// Compares the copies, and writes the parity and reads it back.
-    fn compute(&self, cluster: &Cluster) -> Result<(), Unmade> {
-        let mut mover = Mover::new(&self.pool);
+    fn compute(&self, cluster: &Cluster, mover: &mut Mover) -> Result<(), Unmade> {
         let mut pace = pace_of(&self.pool, cluster);
         let used: Vec<_> = (self.columns.iter())
             .map(|(index, ..)| self.pool.pieces_at_rest(*index).ok_or(Unmade::Later))

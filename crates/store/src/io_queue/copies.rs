@@ -163,6 +163,7 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
     ) {
         let Some(group) = remote.pool.group(transfer.place) else {
             // A place that another process names may be gone: its server refuses the READ.
+            (transfer.member, transfer.server) = (0, transfer.place.server);
             return;
         };
         transfer.follow(&group);

@@ -54,8 +54,9 @@ impl<B: Buf> Ports<B> {
         view.is_some_and(|view| self.sources(remote, &view, decoding, way).is_some())
     }
 
-    /// Chooses the sources of a decoding, those first whose servers are not suspect. Returns them,
-    /// and the one that is left out on purpose.
+    /// Chooses the sources of a decoding, those first whose servers are not suspect. Damaged
+    /// extents serve if too few others can be had, also later. Returns the sources, and the one
+    /// that is left out on purpose.
     fn sources(
         &self,
         remote: &RemoteStore,
@@ -71,8 +72,11 @@ impl<B: Buf> Ports<B> {
             // Most of a damaged extent is right.
             let is_there = |home: &Member| home.state != MemberState::Dead && port(home).is_open();
             let damaged = || view.any_sources(but, is_there);
-            let found = fine.or_else(open).or_else(damaged);
-            found.or_else(|| any().filter(|_| way == Way::Awaited))
+            fine.or_else(open).or_else(|| match (any(), way) {
+                (None, _) => damaged(),
+                (any, Way::Awaited) => any,
+                (Some(_), Way::Open) => None,
+            })
         };
         let first = choose(decoding.refused)?;
         // The first choice serves twice. Then one source after the other is left out.
@@ -92,12 +96,31 @@ impl SlotTransfer {
         self.member == DECODED
     }
 
-    /// Returns the state of the decoding after the bytes that came were damaged.
+    /// Returns the state of the decoding after the bytes that came were damaged. The damage is that
+    /// of the sources that are known to have some, if there are such and none was left out.
     pub(super) fn decoding_after_damage(&self) -> Decoding {
-        Decoding {
-            damaged: self.decoding.damaged + u8::from(self.is_decoded()),
-            ..self.decoding
+        let before = self.decoding;
+        if self.is_decoded() && before.doubtful != 0 && before.left_out == 0 {
+            return Decoding {
+                refused: before.refused | before.doubtful,
+                ..before
+            };
         }
+        Decoding {
+            damaged: before.damaged + u8::from(self.is_decoded()),
+            ..before
+        }
+    }
+
+    /// True if decoded bytes were damaged.
+    pub(super) fn has_damaged_sources(&self) -> bool {
+        let Decoding {
+            damaged,
+            refused,
+            doubtful,
+            ..
+        } = self.decoding;
+        damaged != 0 || refused & doubtful != 0
     }
 }
 
@@ -195,8 +218,11 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
             return false;
         };
         let recipe = view.set.code.recipe(view.at, sources);
+        let is_good = |home: Member| home.state == MemberState::Good;
+        let doubtful = positions(sources).filter(|&at| !view.home(at).is_some_and(is_good));
         transfer.decoding = Decoding {
             sources,
+            doubtful: doubtful.map(|at| 1 << at).sum(),
             left: sources,
             unsent: sources,
             left_out,
@@ -262,7 +288,7 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
         }
     }
 
-    /// Posts READs of sources, as far as there are buffers.
+    /// Posts READs of sources, as far as there are buffers for each server.
     fn send_sources(
         &mut self,
         place: (usize, usize),
@@ -276,13 +302,14 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
                 owner: Some(place),
                 at,
                 server,
+                port: remote.pool.port(server),
                 bytes: transfer.bytes,
             };
-            let Some((tag, buf)) = self.sources.begin(source)? else {
-                return Ok(());
+            let Some((tag, buf)) = self.sources.begin(source, self.polls)? else {
+                continue;
             };
             transfer.decoding.unsent &= !(1 << at);
-            self.ports[remote.pool.port(server)].post(Op {
+            self.ports[source.port].post(Op {
                 tag,
                 verb: Verb::Read,
                 extent: id,
@@ -380,7 +407,10 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
         let (store, mut transfer) = (run.store.clone(), run.moving(place.1));
         let remote = store.remote_backing();
         let group = remote.pool.group(transfer.place);
-        let is_aimed = group.is_some_and(|group| self.aim_column(remote, &group, &mut transfer));
+        let is_aimed = group.is_some_and(|group| {
+            transfer.follow(&group);
+            self.aim_column(remote, &group, &mut transfer)
+        });
         if !is_aimed {
             return Some(op);
         }

@@ -162,7 +162,7 @@ impl<R, F: RunBuffer> IoRun<R, F> {
         if let Err(source) = result {
             // No Good copy can be right: the bytes may have been damaged on their way.
             let outlook = outlook();
-            let is_damaged = transfer.damaged != 0 || transfer.decoding.damaged != 0;
+            let is_damaged = transfer.damaged != 0 || transfer.has_damaged_sources();
             let may_be_right = outlook.good & !transfer.damaged != 0 || outlook.can_decode;
             let all_damaged = is_damaged && !may_be_right;
             let may_look = !transfer.is_second_look && outlook.in_time && outlook.open != 0;
@@ -294,9 +294,9 @@ impl<R, F: RunBuffer> IoRun<R, F> {
                 ..
             } = transfer;
             let home = (transfer.damaged & 1 != 0).then_some(None);
-            // The bytes are right without the source that was left out, and were not with it.
-            let source = positions(transfer.decoding.left_out).next().map(Some);
-            for at in home.into_iter().chain(source) {
+            // The bytes are right without the sources that were left out, and were not with them.
+            let out = transfer.decoding.left_out | transfer.decoding.refused;
+            for at in home.into_iter().chain(positions(out).map(Some)) {
                 remote.pool.mark_extent_damaged(place, at, (changes, bytes));
             }
         } else if let (true, Some(id)) = (transfer.damaged != 0, transfer.extent) {

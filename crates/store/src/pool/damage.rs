@@ -18,6 +18,7 @@ pub(super) struct DamagedRange {
 }
 
 /// The ranges that were found last.
+#[derive(Clone, Copy)]
 pub(super) struct DamagedRanges {
     ranges: [Option<DamagedRange>; RANGES_MAX],
     next: usize,

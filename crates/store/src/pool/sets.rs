@@ -79,7 +79,9 @@ impl SlotPool {
 
     /// Returns offset and length of each range of an extent that is known to be damaged.
     pub(crate) fn damaged_ranges(&self, member: Member) -> Vec<(u64, u64)> {
-        self.damaged.lock().of(member.server, member.id)
+        // Copied: signal handlers wait for the lock.
+        let ranges = *self.damaged.lock();
+        ranges.of(member.server, member.id)
     }
 
     /// Returns the use of a group; `None` for a parity extent, and a group that is gone.
@@ -348,6 +350,13 @@ impl SlotPool {
         (0..self.servers.len())
             .map(|server| on(server as u8))
             .collect()
+    }
+
+    /// Returns server and id of each extent that is kept.
+    #[cfg(test)]
+    pub(crate) fn spare_ids(&self) -> Vec<(u8, ExtentId)> {
+        let spares = self.spares.lock();
+        spares.iter().map(|it| (it.server, it.id)).collect()
     }
 
     /// Returns the bytes that are kept on servers.

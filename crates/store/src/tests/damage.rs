@@ -97,3 +97,52 @@ fn a_damaged_extent_serves_to_decode_pages_that_it_has_right() {
     let bytes = read(&mut it.io, &it.store, other).expect("it is decoded");
     assert!(bytes == it.model[other as usize * 4096..][..4096]);
 }
+
+/// Most of what a fill brings from the extent would be damaged.
+#[test]
+fn a_repair_heals_damage_beside_that_which_a_fill_has_found() {
+    for (code, count) in [((2, 1), 12), ((4, 1), 12), ((4, 2), 2)] {
+        let mut it = SealedWorld::new(7, code, impatient());
+        let mut pages = it.sealed_pages();
+        let home = home_of(&it.store, pages[0]);
+        pages.retain(|&page| home_of(&it.store, page) == home);
+        pages.truncate(count);
+        assert_eq!(pages.len(), count);
+        pages.iter().for_each(|&page| flip(&it.store, page, home));
+        read(&mut it.io, &it.store, pages[0]).expect("it is decoded");
+        it.world.repair();
+        assert_ne!(home_of(&it.store, pages[0]), home, "it is made anew");
+        let before = it.store.stats().corrupt;
+        it.assert_reads();
+        assert_eq!(it.store.stats().corrupt, before, "{code:?}");
+    }
+}
+
+/// A source is out of reach for a moment, and another is known to be damaged.
+#[test]
+fn right_sources_are_waited_for_although_damaged_ones_could_be_read() {
+    let mut it = SealedWorld::new(6, (4, 2), impatient());
+    let page = it.sealed_pages()[0];
+    let view = set_of(&it, page);
+    let mut others = (0..6).filter(|&at| at != view.at);
+    let [damaged, away] = [(); 2].map(|()| others.next().expect("a set has six extents"));
+    let source = |at| view.home(at).expect("it is there");
+    flip(&it.store, page, source(damaged));
+    let place = place_of(&it.store, page).0;
+    pool(&it.store).mark_extent_damaged(place, Some(damaged), (view.changes, 4096));
+    let home = home_of(&it.store, page).server;
+    it.kill(usize::from(home));
+    it.world.give_up(&it.store, home);
+    let away = &it.world.servers[usize::from(source(away).server)];
+    away.cut();
+    it.io.fill(&it.store, at(page), vec![0; 4096].into(), page);
+    for _ in 0..20 {
+        assert!(poll(&mut it.io).is_empty());
+    }
+    away.heal();
+    let done = one(&mut it.io);
+    assert!(done.failed.is_empty(), "{:?}", done.failed);
+    assert!(done.frame.as_ref() == &it.model[page as usize * 4096..][..4096]);
+    let stats = it.store.stats();
+    assert_eq!((stats.corrupt, stats.errors), (0, 0));
+}

@@ -38,24 +38,32 @@ impl Others {
     }
 }
 
-/// Writes pages of a region at random while others take all that goes back after every turn of the
-/// repairs. Returns the longest time that a write took.
-fn write_amid_others(code: (u8, u8), servers: u64, rounds: u64) -> Duration {
-    const PAGES: u64 = 384;
+/// Pages of the regions here.
+const PAGES: u64 = 384;
+
+/// Makes a region that was promised its room, writes it, and gives it parity.
+fn reserved(code: (u8, u8), servers: u64) -> (World, Arc<PageStore>, Queue, Vec<u8>) {
     let lent = 4 << 20;
     let mut world = World::new((1..=servers).map(|it| lending(it, lent)), impatient());
     let full = options(code.0, code.1, Reserve::Full);
     let store = PageStore::remote(&world.cluster, REGION, PAGES * 4096, 4096, &full);
     let store = store.expect("it fits");
     let mut io = queue(&world.cluster);
-    let mut random = ChaCha8Rng::seed_from_u64(servers);
-    let mut model = odd_pages(4096, 0..PAGES);
+    let model = odd_pages(4096, 0..PAGES);
     for page in (0..PAGES).step_by(16) {
         let run = &model[page as usize * 4096..][..16 * 4096];
         write_pages(&mut io, &store, page, run);
     }
     world.repair();
     assert!(store.stats().sealed_bytes > 0);
+    (world, store, io, model)
+}
+
+/// Writes pages of a region at random while others take all that goes back after every turn of the
+/// repairs. Returns the longest time that a write took.
+fn write_amid_others(code: (u8, u8), servers: u64, rounds: u64) -> Duration {
+    let (mut world, store, mut io, mut model) = reserved(code, servers);
+    let mut random = ChaCha8Rng::seed_from_u64(servers);
     let others = Others::of(&world);
     others.take_all();
     let mut longest = Duration::ZERO;
@@ -128,4 +136,29 @@ fn writes_of_a_reserved_region_end_whatever_others_take() {
             println!("{code:?} on {servers} servers: {longest:?} at most");
         }
     }
+}
+
+/// A copy cannot be made, since its source is out of reach: nothing was written to its extent.
+#[test]
+fn a_copy_whose_source_fails_costs_no_kept_extent() {
+    let (mut world, store, _io, _) = reserved((4, 1), 6);
+    let others = Others::of(&world);
+    others.take_all();
+    let before = pool(&store).spare_ids();
+    assert!(!before.is_empty());
+    let (number, set) = pool(&store).groups.sets()[0];
+    assert!(pool(&store).open_set(number));
+    let home = pool(&store).groups.home(set.columns()[0]);
+    let home = home.expect("a column has a home").0;
+    world.servers[usize::from(home)].cut();
+    for _ in 0..4 {
+        world.repairer.turn(&world.cluster);
+        others.take_all();
+    }
+    let groups = pool(&store).groups.all();
+    let members = groups.iter().flatten().flat_map(ExtentGroup::members);
+    let mut kept: Vec<_> = members.map(|(_, it)| (it.server, it.id)).collect();
+    kept.extend(pool(&store).spare_ids());
+    let gone: Vec<_> = before.iter().filter(|it| !kept.contains(it)).collect();
+    assert!(gone.is_empty(), "{gone:?} of {before:?} went back");
 }
