@@ -92,9 +92,9 @@ const BLOCKS_FEW: usize = 4;
 
 /// Way to tell if bytes of an extent are damaged, or those of another of its parity set.
 enum Doubt<'a> {
-    /// The same bytes, computed from other sources: where these agree, the extent is damaged.
+    /// Bytes that were computed from other sources: where these agree, the extent is damaged.
     Sources(&'a [u8]),
-    /// The number of blocks that differ in a piece, since the set has no other sources: a few may
+    /// Number of blocks that differ in a piece, since the set has no other sources: a few may
     /// be those of another extent. The page's hash tells when it is filled.
     Number,
 }

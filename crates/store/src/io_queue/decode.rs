@@ -96,31 +96,12 @@ impl SlotTransfer {
         self.member == DECODED
     }
 
-    /// Returns the state of the decoding after the bytes that came were damaged. The damage is that
-    /// of the sources that are known to have some, if there are such and none was left out.
+    /// Returns the state of the decoding after the bytes that came were damaged.
     pub(super) fn decoding_after_damage(&self) -> Decoding {
-        let before = self.decoding;
-        if self.is_decoded() && before.doubtful != 0 && before.left_out == 0 {
-            return Decoding {
-                refused: before.refused | before.doubtful,
-                ..before
-            };
-        }
         Decoding {
-            damaged: before.damaged + u8::from(self.is_decoded()),
-            ..before
+            damaged: self.decoding.damaged + u8::from(self.is_decoded()),
+            ..self.decoding
         }
-    }
-
-    /// True if decoded bytes were damaged.
-    pub(super) fn has_damaged_sources(&self) -> bool {
-        let Decoding {
-            damaged,
-            refused,
-            doubtful,
-            ..
-        } = self.decoding;
-        damaged != 0 || refused & doubtful != 0
     }
 }
 
@@ -218,11 +199,8 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
             return false;
         };
         let recipe = view.set.code.recipe(view.at, sources);
-        let is_good = |home: Member| home.state == MemberState::Good;
-        let doubtful = positions(sources).filter(|&at| !view.home(at).is_some_and(is_good));
         transfer.decoding = Decoding {
             sources,
-            doubtful: doubtful.map(|at| 1 << at).sum(),
             left: sources,
             unsent: sources,
             left_out,

@@ -162,7 +162,7 @@ impl<R, F: RunBuffer> IoRun<R, F> {
         if let Err(source) = result {
             // No Good copy can be right: the bytes may have been damaged on their way.
             let outlook = outlook();
-            let is_damaged = transfer.damaged != 0 || transfer.has_damaged_sources();
+            let is_damaged = transfer.damaged != 0 || transfer.decoding.damaged != 0;
             let may_be_right = outlook.good & !transfer.damaged != 0 || outlook.can_decode;
             let all_damaged = is_damaged && !may_be_right;
             let may_look = !transfer.is_second_look && outlook.in_time && outlook.open != 0;

@@ -230,11 +230,8 @@ pub(super) struct Decoding {
     pub(super) left: u16,
     /// Positions of the sources that have not been asked for.
     pub(super) unsent: u16,
-    /// Positions of extents that refused to be read, or brought damaged bytes and were known to
-    /// have some.
+    /// Positions of extents that refused to be read.
     pub(super) refused: u16,
-    /// Positions of the sources that are known to have damaged bytes.
-    pub(super) doubtful: u16,
     /// Position of a source of earlier decodings that is left out, since these brought damaged
     /// bytes.
     pub(super) left_out: u16,

@@ -2,6 +2,7 @@
 
 use super::{
     copies::impatient,
+    full::{Others, reserved},
     parity::{SealedWorld, flip, home_of},
     *,
 };
@@ -145,4 +146,48 @@ fn right_sources_are_waited_for_although_damaged_ones_could_be_read() {
     assert!(done.frame.as_ref() == &it.model[page as usize * 4096..][..4096]);
     let stats = it.store.stats();
     assert_eq!((stats.corrupt, stats.errors), (0, 0));
+}
+
+/// The set is opened on full servers, so that a column gets its copy before its damaged home is
+/// made anew.
+#[test]
+fn opening_a_set_spreads_no_damage_that_no_fill_has_found() {
+    let (world, store, io, model) = reserved((2, 1), 3);
+    let mut it = SealedWorld {
+        world,
+        store,
+        io,
+        model,
+    };
+    let [found, hidden] = two_pages(&it);
+    let others = Others::of(&it.world);
+    others.take_all();
+    flip(&it.store, found, home_of(&it.store, found));
+    flip(&it.store, hidden, home_of(&it.store, hidden));
+    read(&mut it.io, &it.store, found).expect("it is decoded");
+    let column = place_of(&it.store, found).0.extent;
+    let groups = &pool(&it.store).groups;
+    let set = groups.get(column).and_then(|group| group.column);
+    let number = set.expect("it has parity").set;
+    assert!(pool(&it.store).open_set(number));
+    let has_copy = |it: &SealedWorld| {
+        let group = pool(&it.store).groups.get(column);
+        group.is_some_and(|group| group.good_count() > 0)
+    };
+    let limit = Instant::now() + Duration::from_secs(20);
+    while !has_copy(&it) {
+        it.world.repairer.turn(&it.world.cluster);
+        others.take_all();
+        assert!(Instant::now() < limit, "it gets no copy");
+    }
+    let pages = it.sealed_pages();
+    let in_column = |page: &&u64| place_of(&it.store, **page).0.extent == column;
+    let pages: Vec<u64> = pages.iter().filter(in_column).copied().collect();
+    let before = it.store.stats().corrupt;
+    for page in pages {
+        let bytes = read(&mut it.io, &it.store, page).expect("it is right");
+        assert!(bytes == it.model[page as usize * 4096..][..4096]);
+    }
+    let stats = it.store.stats();
+    assert_eq!((stats.corrupt, stats.errors), (before, 0));
 }

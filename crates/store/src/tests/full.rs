@@ -42,7 +42,7 @@ impl Others {
 const PAGES: u64 = 384;
 
 /// Makes a region that was promised its room, writes it, and gives it parity.
-fn reserved(code: (u8, u8), servers: u64) -> (World, Arc<PageStore>, Queue, Vec<u8>) {
+pub(super) fn reserved(code: (u8, u8), servers: u64) -> (World, Arc<PageStore>, Queue, Vec<u8>) {
     let lent = 4 << 20;
     let mut world = World::new((1..=servers).map(|it| lending(it, lent)), impatient());
     let full = options(code.0, code.1, Reserve::Full);
@@ -138,27 +138,40 @@ fn writes_of_a_reserved_region_end_whatever_others_take() {
     }
 }
 
-/// A copy cannot be made, since its source is out of reach: nothing was written to its extent.
+/// Copies cannot be made, since their sources are out of reach: nothing was written to their
+/// extents. What goes back is lost, or cleared.
 #[test]
-fn a_copy_whose_source_fails_costs_no_kept_extent() {
+fn copies_whose_sources_fail_cost_no_kept_extents() {
     let (mut world, store, _io, _) = reserved((4, 1), 6);
     let others = Others::of(&world);
     others.take_all();
     let before = pool(&store).spare_ids();
     assert!(!before.is_empty());
+    for &kept in &before {
+        tamper_extent(pool(&store), kept, (0, 1), |bytes| bytes[0] = 7);
+    }
     let (number, set) = pool(&store).groups.sets()[0];
     assert!(pool(&store).open_set(number));
-    let home = pool(&store).groups.home(set.columns()[0]);
-    let home = home.expect("a column has a home").0;
-    world.servers[usize::from(home)].cut();
+    for &column in &set.columns()[..2] {
+        let home = pool(&store).groups.home(column);
+        let home = home.expect("a column has a home").0;
+        world.servers[usize::from(home)].cut();
+    }
     for _ in 0..4 {
         world.repairer.turn(&world.cluster);
         others.take_all();
     }
+    world.servers.iter().for_each(|server| server.heal());
+    world.wait_until_all_answer();
     let groups = pool(&store).groups.all();
     let members = groups.iter().flatten().flat_map(ExtentGroup::members);
-    let mut kept: Vec<_> = members.map(|(_, it)| (it.server, it.id)).collect();
-    kept.extend(pool(&store).spare_ids());
-    let gone: Vec<_> = before.iter().filter(|it| !kept.contains(it)).collect();
-    assert!(gone.is_empty(), "{gone:?} of {before:?} went back");
+    let used: Vec<_> = members.map(|(_, it)| (it.server, it.id)).collect();
+    for kept in before.iter().filter(|it| !used.contains(it)) {
+        assert!(
+            pool(&store).spare_ids().contains(kept),
+            "{kept:?} went back"
+        );
+        let read = |bytes: &mut [u8]| assert_eq!(bytes[0], 7, "{kept:?} went back");
+        read_extent(pool(&store), *kept, (0, 1), read);
+    }
 }
