@@ -1,6 +1,8 @@
 //! Regions with parity that were promised their room, on servers that others fill: they take all
 //! that goes back, after every step.
 
+use std::thread;
+
 use super::{
     copies::{World, impatient},
     parity::options,
@@ -59,12 +61,44 @@ pub(super) fn reserved(code: (u8, u8), servers: u64) -> (World, Arc<PageStore>, 
     (world, store, io, model)
 }
 
-/// Writes pages of a region at random while others take all that goes back after every turn of the
-/// repairs. Returns the longest time that a write took.
+/// Writes pages of a region at random while others take all that goes back, also within a turn of
+/// the repairs. Returns the longest time that a write took.
 fn write_amid_others(code: (u8, u8), servers: u64, rounds: u64) -> Duration {
-    let (mut world, store, mut io, mut model) = reserved(code, servers);
-    let mut random = ChaCha8Rng::seed_from_u64(servers);
-    let others = Others::of(&world);
+    let mut world = reserved(code, servers);
+    let others = Others::of(&world.0);
+    let has_ended = AtomicBool::new(false);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            while !has_ended.load(Ordering::Relaxed) {
+                others.take_all();
+                thread::yield_now();
+            }
+        });
+        // Set by a failure, too.
+        let _end = Defer(|| has_ended.store(true, Ordering::Relaxed));
+        write_at_random(&mut world, &others, code, rounds)
+    })
+}
+
+/// Calls a function when it is dropped.
+struct Defer<F: Fn()>(F);
+
+impl<F: Fn()> Drop for Defer<F> {
+    fn drop(&mut self) {
+        self.0();
+    }
+}
+
+/// Writes pages of a region at random. Others take all that goes back after every turn of the
+/// repairs. Returns the longest time that a write took.
+fn write_at_random(
+    (world, store, io, model): &mut (World, Arc<PageStore>, Queue, Vec<u8>),
+    others: &Others,
+    code: (u8, u8),
+    rounds: u64,
+) -> Duration {
+    let servers = world.servers.len();
+    let mut random = ChaCha8Rng::seed_from_u64(servers as u64);
     others.take_all();
     let mut longest = Duration::ZERO;
     for number in 0..rounds * PAGES {
@@ -72,9 +106,9 @@ fn write_amid_others(code: (u8, u8), servers: u64, rounds: u64) -> Duration {
         let new = odd_page(4096, 5000 + number);
         model[page as usize * 4096..][..4096].copy_from_slice(&new);
         let began = Instant::now();
-        io.write_back(&store, at(page), new.into(), page);
+        io.write_back(store, at(page), new.into(), page);
         while io.in_flight() > 0 {
-            for done in poll(&mut io) {
+            for done in poll(io) {
                 assert!(done.failed.is_empty(), "{:?}", done.failed);
             }
             world.repairer.turn(&world.cluster);
@@ -83,13 +117,13 @@ fn write_amid_others(code: (u8, u8), servers: u64, rounds: u64) -> Duration {
                 began.elapsed() < Duration::from_secs(10),
                 "{code:?} on {servers}: write {number} of {} never ends: {}",
                 rounds * PAGES,
-                describe(&store)
+                describe(store)
             );
         }
         longest = longest.max(began.elapsed());
     }
     for page in (0..PAGES).step_by(16) {
-        let read = read_pages(&mut io, &store, page, 16);
+        let read = read_pages(io, store, page, 16);
         assert!(read == model[page as usize * 4096..][..16 * 4096]);
     }
     let stats = store.stats();
