@@ -191,3 +191,49 @@ fn opening_a_set_spreads_no_damage_that_no_fill_has_found() {
     let stats = it.store.stats();
     assert_eq!((stats.corrupt, stats.errors), (before, 0));
 }
+
+#[test]
+fn an_extent_that_its_server_refuses_to_read_is_made_anew() {
+    let mut it = SealedWorld::new(7, (4, 2), impatient());
+    let page = it.sealed_pages()[0];
+    let view = set_of(&it, page);
+    let source = view.others().next().expect("a set has six extents");
+    let session = pool(&it.store).session(source.server);
+    session.release(source.id).expect("the server lives");
+    flip(&it.store, page, home_of(&it.store, page));
+    let bytes = read(&mut it.io, &it.store, page).expect("it is decoded");
+    assert!(bytes == it.model[page as usize * 4096..][..4096]);
+    it.world.repair();
+    assert!(!set_of(&it, page).others().any(|other| other == source));
+    it.assert_reads();
+    assert_eq!(it.store.stats().errors, 0);
+}
+
+/// The set is gone while a page is decoded, as may be that of a place which another process names.
+#[test]
+fn a_decoding_whose_set_is_gone_ends_at_once() {
+    let mut it = SealedWorld::new(6, (4, 1), impatient());
+    let page = it.sealed_pages()[0];
+    let view = set_of(&it, page);
+    let column = pool(&it.store)
+        .groups
+        .get(place_of(&it.store, page).0.extent);
+    let set = column.and_then(|group| group.column);
+    let away = view.others().next().expect("a set has five extents").server;
+    flip(&it.store, page, home_of(&it.store, page));
+    it.world.servers[usize::from(away)].cut();
+    it.io.fill(&it.store, at(page), vec![0; 4096].into(), page);
+    for _ in 0..20 {
+        assert!(poll(&mut it.io).is_empty());
+    }
+    let number = set.expect("it has parity").set;
+    pool(&it.store).groups.remove_set(number);
+    it.world.servers[usize::from(away)].heal();
+    let began = Instant::now();
+    let done = one(&mut it.io);
+    let took = began.elapsed();
+    assert!(!done.failed.is_empty());
+    assert!(took < it.world.cluster.deadline / 2, "{took:?}");
+    // The pool is not what it was.
+    std::mem::forget(it);
+}
