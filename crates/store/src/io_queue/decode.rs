@@ -256,6 +256,10 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
         match sent {
             _ if left != unsent => {}
             Ok(()) => {
+                if self.sources.is_idle() {
+                    // The part that comes first may have ended: no READ ends that could wake.
+                    self.look_again = Some(Instant::now());
+                }
                 self.stop_decoding(run, part);
                 run.parts[part].task = Task::Fetch(transfer);
             }

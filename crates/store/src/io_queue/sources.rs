@@ -92,6 +92,11 @@ impl SourceReads {
         self.prepared += self.kept.len() - before;
     }
 
+    /// True if no buffer is out.
+    pub(super) fn is_idle(&self) -> bool {
+        self.vacant.len() == self.reads.len()
+    }
+
     /// Begins a READ in a poll with this number. Returns its tag and buffer. `None`: the READ has
     /// to wait for a buffer, and one comes back when another READ ends.
     pub(super) fn begin(
@@ -117,7 +122,7 @@ impl SourceReads {
                 self.ports[read.port].first = None;
                 Ok(Some((self.add(read), buf)))
             }
-            Err(_) if self.vacant.len() < self.reads.len() => Ok(None),
+            Err(_) if !self.is_idle() => Ok(None),
             Err(error) => Err(error),
         }
     }

@@ -6,7 +6,7 @@ use super::{
     parity::{SealedWorld, flip, home_of},
     *,
 };
-use crate::groups::{Member, SetView};
+use crate::groups::{Member, MemberState, SetView};
 
 fn set_of(it: &SealedWorld, page: u64) -> SetView {
     let extent = place_of(&it.store, page).0.extent;
@@ -236,4 +236,42 @@ fn a_decoding_whose_set_is_gone_ends_at_once() {
     assert!(took < it.world.cluster.deadline / 2, "{took:?}");
     // The pool is not what it was.
     std::mem::forget(it);
+}
+
+/// A damaged home is replaced while sources are waited for.
+#[test]
+fn a_home_that_was_replaced_meanwhile_is_not_taken_for_the_damaged_one() {
+    let mut it = SealedWorld::new(7, (4, 2), impatient());
+    let page = it.sealed_pages()[0];
+    let (place, len) = place_of(&it.store, page);
+    let right = it.model[page as usize * 4096..][..4096].to_vec();
+    let view = set_of(&it, page);
+    let mut servers: Vec<u8> = view.others().map(|it| it.server).collect();
+    servers.truncate(2);
+    servers.sort_unstable();
+    flip(&it.store, page, home_of(&it.store, page));
+    let sim =
+        |it: &SealedWorld, number: usize| it.world.servers[usize::from(servers[number])].clone();
+    (0..2).for_each(|number| sim(&it, number).cut());
+    it.io.fill(&it.store, at(page), vec![0; 4096].into(), page);
+    for _ in 0..20 {
+        assert!(poll(&mut it.io).is_empty());
+    }
+    let pool = pool(&it.store).clone();
+    let is_free = |server: &u8| !view.homes().any(|home| home.server == *server);
+    let server = (0..7).find(is_free).expect("there is one more");
+    let bytes = pool.groups.get(place.extent).expect("it is kept").bytes;
+    let id = pool.grant_copy(server, bytes).expect("there is room").id;
+    tamper_extent(&pool, (server, id), (place.offset, len), |bytes| {
+        bytes.copy_from_slice(&right);
+    });
+    assert!(pool.seal(place.extent));
+    pool.replace(place.extent, 0, Some((server, id)));
+    pool.unseal(place.extent);
+    sim(&it, 0).heal();
+    let done = one(&mut it.io);
+    assert!(done.failed.is_empty() && done.frame.as_ref() == right);
+    let home = home_of(&it.store, page);
+    assert_eq!((home.id, home.state), (id, MemberState::Good));
+    sim(&it, 1).heal();
 }
