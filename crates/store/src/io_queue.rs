@@ -26,6 +26,7 @@ mod decode;
 mod fill;
 mod port;
 mod run;
+mod sources;
 mod staging;
 mod user_store;
 mod write;
@@ -37,13 +38,14 @@ use std::{
 };
 
 use crossbeam_channel::{Receiver, Sender};
-use farpage_fabric::{ChannelError, Completion, ConnectError, regmem::RegBuf};
+use farpage_fabric::{ChannelError, Completion, ConnectError};
 use nix::poll::{PollFd, PollFlags};
 
 pub use self::run::{RunBuffer, RunCompletion, RunCounts, RunTiming, StoreCall};
 use self::{
     port::{Port, PortState, Ports},
-    run::{Direction, IoRun, Spare, Task},
+    run::{Direction, IoRun, SlotTransfer, Spare, Task},
+    sources::SourceReads,
     staging::{IoBuf, Staging},
 };
 use crate::{
@@ -98,8 +100,7 @@ pub struct IoQueue<R, F: RunBuffer> {
     /// Requests that are posted or in a port's backlog.
     ops_in_flight: usize,
     staging: Staging,
-    /// Buffers to decode into, as many as were prepared.
-    sums: Vec<RegBuf>,
+    sources: SourceReads,
     coder: Coder,
     completions: Vec<Completion<IoBuf<F>>>,
     ended_calls: Receiver<Box<StoreCall<F>>>,
@@ -175,7 +176,7 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
             turns: 0,
             ops_in_flight: 0,
             staging: Staging::new(cluster.registered.clone()),
-            sums: Vec::new(),
+            sources: SourceReads::new(cluster.registered.clone()),
             coder: Coder::new(),
             completions: Vec::new(),
             ended_calls,
@@ -417,11 +418,11 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
                 PortState::Closed(_) => {}
             }
             if !matches!(port.state, PortState::Open { .. }) {
-                let looks = (port.backlog.iter())
-                    .map(|op| self.run_of(op.tag).started.look_by(self.deadline));
+                let waiting = || (port.backlog.iter()).filter_map(|op| self.part_of(op.tag));
+                let looks = waiting().map(|it| self.run_of(it).started.look_by(self.deadline));
                 sooner(looks.min());
                 // The server may turn out to be silent for others, so that a copy misses a write.
-                let any_copies = port.backlog.iter().any(|op| self.has_copies(op.tag));
+                let any_copies = waiting().any(|tag| self.has_copies(tag));
                 sooner(any_copies.then(|| Instant::now() + COPIES_PAUSE));
             }
         }
@@ -496,22 +497,52 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
     }
 
     /// Puts a run back, or hands it out if it has ended.
-    fn put(&mut self, index: usize, mut run: IoRun<R, F>) {
+    fn put(&mut self, index: usize, run: IoRun<R, F>) {
         if !run.has_ended() {
             self.runs[index] = Some(run);
             return;
         }
-        self.keep_sum(&mut run);
         let (done, spare) = run.finish(self.turns);
         self.vacant.push(index);
         self.ready.push(done);
         self.spare.push(spare);
     }
 
+    /// Puts a run back behind a request of a part. A part that has to fetch its bytes does so at
+    /// the end of the poll.
+    fn put_waiting(&mut self, (index, part): (usize, usize), run: IoRun<R, F>) {
+        if matches!(run.parts[part].task, Task::Fetch(_)) {
+            self.wait_again(index);
+        }
+        self.put(index, run);
+    }
+
     fn run_of(&self, tag: u64) -> &IoRun<R, F> {
         self.runs[place_of(tag).0]
             .as_ref()
             .expect("a request belongs to a run that has not ended")
+    }
+
+    /// Returns the tag of the part that a request belongs to. `None` for an abandoned one.
+    fn part_of(&self, tag: u64) -> Option<u64> {
+        if !SourceReads::is_one(tag) {
+            return Some(tag);
+        }
+        let (index, part) = self.sources.get(tag).owner?;
+        Some(tag_of(index, part))
+    }
+
+    /// Ends a part that moves, which has succeeded or failed for good.
+    fn end_part(
+        &mut self,
+        (index, part): (usize, usize),
+        mut run: IoRun<R, F>,
+        (transfer, buf): (SlotTransfer, IoBuf<F>),
+        result: Result<(), ChannelError>,
+    ) {
+        run.parts[part].task = Task::Moving(transfer);
+        self.runs[index] = Some(run);
+        self.finish(tag_of(index, part), buf, result);
     }
 
     /// Ends a request that has succeeded or failed for good.
@@ -548,11 +579,8 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
         if let Some(block) = block {
             self.staging.put(block, store.page_bytes);
         }
-        // A damaged part is read again at the end of this poll.
-        if matches!(run.parts[part].task, Task::Fetch(_)) {
-            self.wait_again(index);
-        }
-        self.put(index, run);
+        // A damaged part is read again.
+        self.put_waiting((index, part), run);
     }
 
     /// Lets a run's parts that do not move take their next step at the end of the poll.

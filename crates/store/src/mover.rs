@@ -5,6 +5,7 @@
 //! [repairs](crate::repair), and to the page maps of [named regions](crate::named).
 
 use std::{
+    ops::Range,
     thread,
     time::{Duration, Instant},
 };
@@ -30,6 +31,8 @@ pub(crate) struct Mover<'a> {
     pool: &'a SlotPool,
     /// Channels by the numbers of the servers, opened when they are needed.
     channels: Vec<Option<Box<dyn Channel<RegBuf>>>>,
+    /// Extents in which a WRITE that seemed lost may still land.
+    doubtful: Vec<(u8, ExtentId)>,
 }
 
 /// Failure of one operation.
@@ -81,6 +84,43 @@ impl Pace {
     }
 }
 
+/// Blocks that are compared when an extent is made anew.
+const BLOCK_BYTES: usize = 4096;
+
+/// Number of blocks of a piece up to which the damage may be that of another extent.
+const BLOCKS_FEW: usize = 4;
+
+/// Way to tell if bytes of an extent are damaged, or those of another of its parity set.
+enum Doubt<'a> {
+    /// Bytes that were computed from other sources: where these agree, the extent is damaged.
+    Sources(&'a [u8]),
+    /// Number of blocks that differ in a piece, since the set has no other sources: a few may
+    /// be those of another extent. The page's hash tells when it is filled.
+    Number,
+}
+
+impl Doubt<'_> {
+    /// Puts blocks of `old` into the `computed` piece where the damage may be that of another
+    /// extent. Returns their number.
+    fn resolve(self, computed: &mut [u8], old: &[u8]) -> usize {
+        let blocks = || old.chunks(BLOCK_BYTES).enumerate();
+        let range = |at: usize, block: &[u8]| at * BLOCK_BYTES..at * BLOCK_BYTES + block.len();
+        let differing: Vec<_> = blocks()
+            .map(|(at, block)| range(at, block))
+            .filter(|range| computed[range.clone()] != old[range.clone()])
+            .collect();
+        let is_doubtful = |range: &Range<usize>| match self {
+            Self::Sources(again) => computed[range.clone()] != again[range.clone()],
+            Self::Number => differing.len() <= BLOCKS_FEW,
+        };
+        let kept: Vec<_> = differing.iter().filter(|it| is_doubtful(it)).collect();
+        for range in &kept {
+            computed[(*range).clone()].copy_from_slice(&old[(*range).clone()]);
+        }
+        kept.len()
+    }
+}
+
 /// Cuts `bytes` bytes into pieces that are copied at a time: offset and length.
 pub(crate) fn pieces_of(bytes: u64) -> impl Iterator<Item = (u64, usize)> {
     let pieces = (0..bytes).step_by(PIECE_BYTES as usize);
@@ -92,7 +132,13 @@ impl<'a> Mover<'a> {
         Self {
             pool,
             channels: pool.servers().iter().map(|_| None).collect(),
+            doubtful: Vec::new(),
         }
+    }
+
+    /// True if a WRITE of this mover may still land in an extent.
+    pub(crate) fn may_land_in(&self, extent: (u8, ExtentId)) -> bool {
+        self.doubtful.contains(&extent)
     }
 
     pub(crate) fn read(&mut self, place: SlotPlace, len: usize) -> Result<RegBuf, MoveError> {
@@ -145,21 +191,86 @@ impl<'a> Mover<'a> {
         target: (u8, ExtentId),
         rate: Option<u64>,
     ) -> Result<(), (u8, MoveError)> {
-        let recipe = view.set.code.recipe(view.at, sources);
-        let recipe = recipe.expect("as many sources as columns");
         let mut pace = Pace::new(rate);
         for (offset, len) in pieces_of(bytes) {
-            let mut sum = self.buffer(len).map_err(|error| (target.0, error))?;
-            sum.as_mut().fill(0);
-            for at in positions(sources) {
-                let source = view.home(at).expect("a source is there");
-                let piece = self.read_piece((source.server, source.id), offset, len)?;
-                add_product(sum.as_mut(), piece.as_ref(), recipe[usize::from(at)]);
-            }
+            let sum = self.decode_piece((view, sources), target.0, (offset, len))?;
             self.write_piece(target, offset, sum)?;
             pace.moved(len as u64);
         }
         Ok(())
+    }
+
+    /// Makes a damaged extent of a parity set anew: at most `rate` bytes per second. Each piece is
+    /// computed from the set's `sources`, and compared with the extent. Ranges that are `damaged`,
+    /// each given by its start and length, and what the server cannot read, are those computed.
+    /// Elsewhere one of the extents is damaged that no fill has found: [`Doubt`] decides. Returns
+    /// the number of blocks that differ and stay.
+    ///
+    /// # Errors
+    /// The error of a server, and the server's number.
+    pub(crate) fn mend(
+        &mut self,
+        bytes: u64,
+        (member, damaged): (Member, &[(u64, u64)]),
+        (view, sources): (&SetView, u16),
+        target: (u8, ExtentId),
+        rate: Option<u64>,
+    ) -> Result<usize, (u8, MoveError)> {
+        let mut pace = Pace::new(rate);
+        // Sources that are not all the same tell if one of them is damaged.
+        let first = sources & sources.wrapping_neg();
+        let others = view.sources(first, |it| self.pool.is_usable(it.server));
+        let mut kept = 0;
+        for (offset, len) in pieces_of(bytes) {
+            let mut piece = self.decode_piece((view, sources), target.0, (offset, len))?;
+            match self.read_piece((member.server, member.id), offset, len) {
+                Err((_, error)) if !error.is_silence() => {}
+                old => {
+                    let mut old = old?;
+                    for &(start, bytes) in damaged {
+                        let (from, to) =
+                            (start.max(offset), (start + bytes).min(offset + len as u64));
+                        if from < to {
+                            let range = (from - offset) as usize..(to - offset) as usize;
+                            old.as_mut()[range.clone()].copy_from_slice(&piece.as_ref()[range]);
+                        }
+                    }
+                    if old.as_ref() != piece.as_ref() {
+                        let again = others.map(|others| {
+                            self.decode_piece((view, others), target.0, (offset, len))
+                        });
+                        let again = again.transpose()?;
+                        let doubt = match &again {
+                            Some(again) => Doubt::Sources(again.as_ref()),
+                            None => Doubt::Number,
+                        };
+                        kept += doubt.resolve(piece.as_mut(), old.as_ref());
+                    }
+                }
+            }
+            self.write_piece(target, offset, piece)?;
+            pace.moved(len as u64);
+        }
+        Ok(kept)
+    }
+
+    /// Computes a piece of an extent of a parity set, for the server `target`.
+    fn decode_piece(
+        &mut self,
+        (view, sources): (&SetView, u16),
+        target: u8,
+        (offset, len): (u64, usize),
+    ) -> Result<RegBuf, (u8, MoveError)> {
+        let recipe = view.set.code.recipe(view.at, sources);
+        let recipe = recipe.expect("as many sources as columns");
+        let mut sum = self.buffer(len).map_err(|error| (target, error))?;
+        sum.as_mut().fill(0);
+        for at in positions(sources) {
+            let source = view.home(at).expect("a source is there");
+            let piece = self.read_piece((source.server, source.id), offset, len)?;
+            add_product(sum.as_mut(), piece.as_ref(), recipe[usize::from(at)]);
+        }
+        Ok(sum)
     }
 
     /// Reads a piece of an extent.
@@ -188,7 +299,12 @@ impl<'a> Mover<'a> {
         piece: RegBuf,
     ) -> Result<RegBuf, (u8, MoveError)> {
         let written = self.transfer(Verb::Write, extent, offset, piece);
-        written.map_err(|error| (extent.0, error))
+        written.map_err(|error| {
+            if matches!(&error, MoveError::Channel(error) if error.is_transient()) {
+                self.doubtful.push(extent);
+            }
+            (extent.0, error)
+        })
     }
 
     pub(crate) fn buffer(&self, len: usize) -> Result<RegBuf, MoveError> {
@@ -232,6 +348,10 @@ impl<'a> Mover<'a> {
             let _ = nix::poll::poll(wait.poll_fd().as_mut_slice(), left);
         }
         let completion = done.pop().expect("poll returned one");
+        if completion.result.is_err() {
+            // An error may be the end of the channel.
+            self.channels[usize::from(server)] = None;
+        }
         let result = completion.result.map(|()| completion.buf);
         result.map_err(MoveError::Channel)
     }

@@ -8,6 +8,7 @@
 //! for [`Snapshots`], which take nothing of what is reserved from then on.
 
 mod copies;
+mod damage;
 mod grants;
 mod leaving;
 mod sets;
@@ -25,7 +26,7 @@ use std::{
 use farpage_fabric::{AllocError, ExtentId, Session, log::later, regmem::RegPool};
 use farpage_signals::Mutex;
 
-use self::{spares::SpareExtent, wish::RoomWish};
+use self::{damage::DamagedRanges, spares::SpareExtent, wish::RoomWish};
 use crate::{
     Redundancy,
     groups::{Contents, ExtentGroup, GroupTable},
@@ -63,6 +64,8 @@ pub(crate) struct SlotPool {
     copied_bytes: Box<[AtomicU64]>,
     /// Server on which a copy was damaged, plus 1, until that is logged; 0 without one.
     damaged_on: AtomicU32,
+    /// Damaged ranges of extents in parity sets.
+    damaged: Mutex<DamagedRanges>,
     /// Number of sealed groups: their room comes back.
     sealed: AtomicU32,
     /// Wish of writes for room that a set may have.
@@ -136,6 +139,7 @@ impl SlotPool {
             seen: AtomicU64::new(0),
             groups: GroupTable::default(),
             damaged_on: AtomicU32::new(0),
+            damaged: Mutex::default(),
             sealed: AtomicU32::new(0),
             room_awaited: Mutex::default(),
             spares: Mutex::default(),

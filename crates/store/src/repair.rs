@@ -435,10 +435,11 @@ impl Repairer {
                 }
                 Repair::NoRoom(refusal) => {
                     self.drains.refuse(&it.leaves, refusal.as_ref());
-                    match it.need {
-                        Need::Lost => self.tell_of_lack(refusal),
-                        Need::Move => {}
-                        Need::Open => self.sets.refuse(&it.pool, it.index),
+                    if it.need == Need::Lost {
+                        self.tell_of_lack(refusal);
+                    }
+                    if it.need != Need::Move {
+                        self.sets.refuse(&it.pool, it.index);
                     }
                     if turn == RepairTurn::Idle {
                         turn = RepairTurn::NoRoom;

@@ -3,9 +3,9 @@
 //! The rule it keeps: a member is replaced as the head of [`repair`](crate::repair) says. The
 //! choice of the groups, and the repeats, are left to that.
 
-use std::{collections::HashMap, sync::Arc, time::Duration};
+use std::{cmp::Reverse, collections::HashMap, sync::Arc, time::Duration};
 
-use farpage_fabric::{AllocError, ExtentId};
+use farpage_fabric::{AllocError, ExtentId, log::later};
 
 use crate::{
     Cluster,
@@ -32,6 +32,8 @@ pub(crate) struct CopyPlan {
     /// Server and extent that were granted for the copy. `None`: the stale member's server has room
     /// only for one of both, so that the stale one goes back first.
     target: Option<(u8, ExtentId)>,
+    /// True if a WRITE may still land in the target.
+    is_doubtful: bool,
 }
 
 /// Outcome of one repair.
@@ -109,6 +111,7 @@ impl CopyPlan {
             at,
             lost,
             target,
+            is_doubtful: false,
         })
     }
 }
@@ -141,7 +144,7 @@ impl SealedGroup {
             plan,
         };
         if !pool.seal(index) {
-            sealed.drop_target();
+            sealed.return_target();
             return Err(Repair::Done);
         }
         if !sealed.fits() {
@@ -170,14 +173,19 @@ impl SealedGroup {
 
     /// Gives the preparation up.
     pub(crate) fn give_up(self) {
-        self.drop_target();
+        self.return_target();
         self.unseal();
     }
 
-    fn drop_target(&self) {
+    /// Gives up the extent for the copy: it is kept or goes back, and only goes back if something
+    /// may still land there.
+    fn return_target(&self) {
         if let Some((server, id)) = self.plan.target {
             let bytes = self.plan.group.bytes;
-            self.pool.renew_spare(server, id, bytes);
+            match self.plan.is_doubtful {
+                true => self.pool.renew_spare(server, id, bytes),
+                false => self.pool.return_spare(server, id, bytes),
+            }
         }
     }
 
@@ -201,7 +209,7 @@ impl SealedGroup {
         };
         let repair = self.copy_pieces(cluster, &pieces);
         if !matches!(repair, Repair::Done) {
-            self.drop_target();
+            self.return_target();
         }
         self.unseal();
         Ok(repair)
@@ -236,15 +244,27 @@ impl SealedGroup {
         let copies = group.good().filter(|(_, it)| pool.is_usable(it.server));
         let sources = pool.sources(index);
         let decoded = sources.map(|_| None);
+        // Of a column that gets its copies before a home, the home is read.
+        let is_damaged = |it: &Member| {
+            it.state == MemberState::Stale && group.column.is_some() && pool.is_usable(it.server)
+        };
+        let damaged = lost.or(group.member(0)).filter(is_damaged);
         for source in copies.map(|(_, copy)| Some(copy)).chain(decoded) {
             // A write may wait for the opening of a parity set.
             let rate = cluster.repair_rate.filter(|_| !pool.is_room_awaited());
             let mut mover = Mover::new(pool);
             let moved = match (source, &sources) {
                 (Some(copy), _) => mover.copy(pieces, copy, (server, id), rate),
-                (None, Some((view, bits))) => {
-                    mover.decode(group.bytes, (view, *bits), (server, id), rate)
-                }
+                (None, Some((view, bits))) => match damaged {
+                    Some(it) => {
+                        let ranges = pool.damaged_ranges(it);
+                        let old = (it, ranges.as_slice());
+                        let from = (view, *bits);
+                        let mended = mover.mend(group.bytes, old, from, (server, id), rate);
+                        mended.map(|kept| tell_of_doubt(pool, it.server, kept))
+                    }
+                    None => mover.decode(group.bytes, (view, *bits), (server, id), rate),
+                },
                 (None, None) => unreachable!("bytes are computed from sources"),
             };
             match moved {
@@ -259,6 +279,7 @@ impl SealedGroup {
                     return Repair::Done;
                 }
                 Err((failed, error)) => {
+                    self.plan.is_doubtful |= mover.may_land_in((server, id));
                     if error.is_silence() {
                         cluster.health.failed(pool.port(failed));
                     }
@@ -270,6 +291,22 @@ impl SealedGroup {
             }
         }
         failure.map_or(Repair::Silent, Repair::Failed)
+    }
+}
+
+/// Counts and logs blocks of a damaged extent that differ from what its set says, and stay: nobody
+/// knows which extent is damaged until the pages are filled.
+fn tell_of_doubt(pool: &SlotPool, server: u8, blocks: usize) {
+    if blocks > 0 {
+        pool.count_differing();
+        let endpoint = pool.endpoint(server);
+        later(move || {
+            tracing::warn!(
+                %endpoint,
+                blocks,
+                "an extent of a memory server was damaged, and it or another of its parity set has more damage: each page is read as its hash confirms; check the servers' memory"
+            );
+        });
     }
 }
 
@@ -320,12 +357,17 @@ fn new_extent(
     let servers = pool.servers().len() as u32;
     let before = group.member(at).map(|lost| lost.server);
     let view = pool.groups.set_of(index);
-    // First the servers behind the home: there is room that was kept for copies.
     let first = match group.member(0) {
         Some(home) if may_share => u32::from(home.server) + 1,
         _ => index,
     };
-    let others = (0..servers).map(|i| ((first + i) % servers) as u8);
+    let mut others: Vec<u8> = (0..servers)
+        .map(|i| ((first + i) % servers) as u8)
+        .collect();
+    if may_share {
+        // First where most room was kept for copies, and behind the home.
+        others.sort_by_key(|&server| Reverse(pool.spares_on(server, group.bytes)));
+    }
     let is_free = |server: &u8| {
         let is_elsewhere = |member: Member| !pool.is_same(member.server, *server);
         let mut members = group.members().map(|(_, member)| member);
@@ -339,7 +381,7 @@ fn new_extent(
             refusal = Some(error);
         }
     };
-    let others = others.filter(|server| Some(*server) != before);
+    let others = others.into_iter().filter(|server| Some(*server) != before);
     for server in before.into_iter().chain(others).filter(is_free) {
         if !pool.may_grant(server) {
             any_silent |= pool.may_grant_soon(server, dead_after);

@@ -21,7 +21,10 @@
 //! not opened: one of them is damaged, and the page's hash will tell which. No page's entry changes
 //! in any of this. The choice of the extents' servers keeps all extents of a set on different ones.
 
+mod columns;
+
 use std::{
+    cmp::Reverse,
     collections::{HashMap, HashSet},
     sync::Arc,
     time::{Duration, Instant},
@@ -29,6 +32,7 @@ use std::{
 
 use farpage_fabric::{ExtentId, log::later};
 
+use self::columns::choose_columns;
 use crate::{
     Cluster,
     groups::{ExtentGroup, Member, MemberState},
@@ -64,6 +68,9 @@ pub(crate) struct SetMaker {
     /// Time when servers last had no room to open a set of a pool, by the pool's address, and the
     /// set's number.
     refused: HashMap<usize, (Instant, u32)>,
+    /// Sets that stay half open until servers have room, each with the address of the pool: others
+    /// are opened meanwhile.
+    half_open: HashSet<(usize, u32)>,
     /// Time when servers were last asked for missing spare extents.
     asked: Option<Instant>,
     /// True once a lack of servers was reported.
@@ -162,14 +169,16 @@ impl SetMaker {
         }
     }
 
-    /// Notes that no server has room for a copy of a group whose set is to be dissolved.
+    /// Notes that no server has room for a copy of a group. If the group's set is being opened, it
+    /// is closed again, or stays half open.
     pub(crate) fn refuse(&mut self, pool: &Arc<SlotPool>, index: u32) {
         let column = pool.groups.get(index).and_then(|group| group.column);
-        if let Some((number, set)) = column.and_then(|it| Some((it.set, pool.groups.set(it.set)?)))
-        {
-            let refused = (Instant::now(), number);
-            self.refused.insert(address_of(pool), refused);
-            pool.keep_set(number, &set);
+        let set = column.and_then(|it| Some((it.set, pool.groups.set(it.set)?)));
+        if let Some((number, set)) = set.filter(|(_, set)| set.is_opening) {
+            match pool.keep_set(number, &set) {
+                true => _ = (self.refused).insert(address_of(pool), (Instant::now(), number)),
+                false => _ = self.half_open.insert((address_of(pool), number)),
+            }
         }
     }
 
@@ -193,6 +202,11 @@ impl SetMaker {
         self.differing.retain(|key, _| self.quiet.contains_key(key));
         let is_there = |address: usize| pools.iter().any(|pool| address_of(pool) == address);
         self.refused.retain(|address, _| is_there(*address));
+        self.half_open.retain(|(address, number)| {
+            let pool = pools.iter().find(|pool| address_of(pool) == *address);
+            let set = pool.and_then(|pool| pool.groups.set(*number));
+            set.is_some_and(|set| set.is_opening)
+        });
     }
 
     fn end_opening(&self, pool: &SlotPool) -> bool {
@@ -207,6 +221,7 @@ impl SetMaker {
             return false;
         }
         let mut sets = pool.groups.sets();
+        sets.retain(|(number, _)| !self.half_open.contains(&(address_of(pool), *number)));
         if sets.iter().any(|(_, set)| set.is_opening) {
             return false;
         }
@@ -248,15 +263,20 @@ impl SetMaker {
             return false;
         }
         self.told_few = false;
-        // Parity goes where this pool has the least.
         let pool_at = address_of(pool);
-        servers.sort_by_key(|&server| {
-            let is_distrusted = self.distrusted.contains(&(pool_at, server));
-            (is_distrusted, pool.copied_bytes_on(server))
-        });
         let mut alike = cool.chunk_by(|a, b| a.1.bytes == b.1.bytes);
-        let Some(sealed) = alike.find_map(|alike| SealedSet::choose(pool, code, alike, &servers))
-        else {
+        let found = alike.find_map(|alike| {
+            let bytes = alike[0].1.bytes;
+            // Parity and homes go where most extents are kept, so that copies go back where such
+            // are lacking; else parity goes where this pool has the least.
+            servers.sort_by_key(|&server| {
+                let is_distrusted = self.distrusted.contains(&(pool_at, server));
+                let spares = Reverse(pool.spares_on(server, bytes));
+                (is_distrusted, spares, pool.copied_bytes_on(server))
+            });
+            SealedSet::choose(pool, code, alike, &servers)
+        });
+        let Some(sealed) = found else {
             return false;
         };
         for (at, (index, ..)) in sealed.columns.iter().enumerate() {
@@ -313,11 +333,13 @@ impl SetMaker {
             self.sealed = Some(sealed);
             return false;
         }
-        let made = sealed.make(cluster);
-        match &made {
-            Ok(()) => sealed.unseal(usize::MAX),
-            Err(_) => sealed.give_up(usize::MAX),
+        let mut mover = Mover::new(&sealed.pool);
+        let made = sealed.make(cluster, &mut mover);
+        if let Err(unmade) = &made {
+            let is_damaged = |server| matches!(unmade, Unmade::Damaged(it) if *it == server);
+            sealed.end_parity(|extent| mover.may_land_in(extent) || is_damaged(extent.0));
         }
+        sealed.unseal(usize::MAX);
         match made {
             Ok(()) => {
                 // What went back is room for the opening of another.
@@ -418,21 +440,31 @@ impl SealedSet {
                 since: Instant::now(),
             };
             if !is_there {
-                chosen.drop_parity();
+                chosen.return_parity();
             }
             is_there.then_some(chosen)
         })
     }
 
-    /// Gives up the set, of which the first `count` groups are sealed.
+    /// Gives up the set, of which the first `count` groups are sealed. Nothing is under way to its
+    /// parity extents.
     fn give_up(&self, count: usize) {
-        self.drop_parity();
+        self.return_parity();
         self.unseal(count);
     }
 
-    fn drop_parity(&self) {
+    fn return_parity(&self) {
+        self.end_parity(|_| false);
+    }
+
+    /// Gives up the parity extents: they are kept or go back. One that is `unfit` to be kept, since
+    /// something may still land there or it came back damaged, only goes back.
+    fn end_parity(&self, unfit: impl Fn((u8, ExtentId)) -> bool) {
         for &(server, id) in &self.parity {
-            self.pool.renew_spare(server, id, self.bytes());
+            match unfit((server, id)) {
+                true => self.pool.renew_spare(server, id, self.bytes()),
+                false => self.pool.return_spare(server, id, self.bytes()),
+            }
         }
     }
 
@@ -452,9 +484,9 @@ impl SealedSet {
     }
 
     /// Makes the set of settled groups.
-    fn make(&self, cluster: &Cluster) -> Result<(), Unmade> {
+    fn make(&self, cluster: &Cluster, mover: &mut Mover) -> Result<(), Unmade> {
         let before = self.allocated();
-        self.compute(cluster)?;
+        self.compute(cluster, mover)?;
         let (columns, parity) = (self.homes(), self.parity.as_slice());
         let is_right = are_consistent(
             &self.pool,
@@ -505,8 +537,7 @@ impl SealedSet {
     }
 
     /// Compares the copies, and writes the parity and reads it back.
-    fn compute(&self, cluster: &Cluster) -> Result<(), Unmade> {
-        let mut mover = Mover::new(&self.pool);
+    fn compute(&self, cluster: &Cluster, mover: &mut Mover) -> Result<(), Unmade> {
         let mut pace = pace_of(&self.pool, cluster);
         let used: Vec<_> = (self.columns.iter())
             .map(|(index, ..)| self.pool.pieces_at_rest(*index).ok_or(Unmade::Later))
@@ -620,58 +651,4 @@ fn are_same(used: &[(u64, u64)], offset: u64, one: &[u8], other: &[u8]) -> bool 
         let range = || (from - offset) as usize..(to - offset) as usize;
         from >= to || one[range()] == other[range()]
     })
-}
-
-/// Chooses groups out of `alike` whose homes are on different servers in `homes`. Returns each with
-/// the position of its home.
-fn choose_columns(
-    pool: &SlotPool,
-    code: ParityCode,
-    alike: &[(u32, ExtentGroup)],
-    homes: &[u8],
-) -> Option<Vec<(u32, ExtentGroup, u8)>> {
-    let is_on = |home: usize, group: usize| {
-        let on = |(at, member): (u8, Member)| {
-            (pool.first_number(member.server) == homes[home]).then_some(at)
-        };
-        alike[group].1.members().find_map(on)
-    };
-    let mut taken: Vec<Option<usize>> = vec![None; alike.len()];
-    let mut left = usize::from(code.data);
-    for home in 0..homes.len() {
-        let mut seen = vec![false; alike.len()];
-        left -= usize::from(match_home(home, &is_on, &mut taken, &mut seen));
-        if left == 0 {
-            let pairs = taken.iter().zip(alike).enumerate();
-            let columns = pairs.filter_map(|(group, (home, (index, state)))| {
-                Some((*index, *state, is_on((*home)?, group)?))
-            });
-            return Some(columns.collect());
-        }
-    }
-    None
-}
-
-/// Finds a group for a home: one step of the search for a maximal matching (Kuhn).
-fn match_home(
-    home: usize,
-    is_on: &impl Fn(usize, usize) -> Option<u8>,
-    taken: &mut [Option<usize>],
-    seen: &mut [bool],
-) -> bool {
-    for group in 0..taken.len() {
-        if seen[group] || is_on(home, group).is_none() {
-            continue;
-        }
-        seen[group] = true;
-        let is_free = match taken[group] {
-            None => true,
-            Some(other) => match_home(other, is_on, taken, seen),
-        };
-        if is_free {
-            taken[group] = Some(home);
-            return true;
-        }
-    }
-    false
 }

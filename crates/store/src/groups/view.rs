@@ -42,14 +42,19 @@ impl SetView {
         self.homes[usize::from(at)]
     }
 
-    /// Returns the positions of as many Good extents as determine the others, as bits: those first
-    /// that are in use least by number. Positions in `but`, that of the view's own group and those
-    /// that are not `usable` do not count. `None` if these are too few.
+    /// Returns the positions of as many Good extents as determine the others, as bits, those with
+    /// low numbers first. Positions in `but`, that of the view's own group and those that are not
+    /// `usable` do not count. `None` if these are too few.
     pub(crate) fn sources(&self, but: u16, usable: impl Fn(&Member) -> bool) -> Option<u16> {
+        self.any_sources(but, |home| home.state == MemberState::Good && usable(home))
+    }
+
+    /// Chooses as [`sources`](Self::sources) does, also among extents that are not Good: some of
+    /// their bytes are damaged, so that a hash must confirm what is decoded.
+    pub(crate) fn any_sources(&self, but: u16, usable: impl Fn(&Member) -> bool) -> Option<u16> {
         let but = but | 1 << self.at;
         let is_source = |at: &u8| {
             let home = self.homes[usize::from(*at)];
-            let home = home.filter(|home| home.state == MemberState::Good);
             but & (1 << at) == 0 && home.is_some_and(|home| usable(&home))
         };
         let all = positions(u16::MAX).filter(is_source);

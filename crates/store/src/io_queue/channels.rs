@@ -4,7 +4,7 @@
 //! another copy, or ends when it is too late. Ports to servers that were added since are made where
 //! memory may be allocated, and never in a signal handler.
 
-use std::{mem, sync::Arc, time::Instant};
+use std::{mem, time::Instant};
 
 use farpage_fabric::{ChannelError, Completion, Op, Verb};
 
@@ -12,10 +12,11 @@ use super::{
     IoQueue, place_of,
     port::{Port, PortState},
     run::{Direction, IoRun, RunBuffer, SlotTransfer, Task},
+    sources::SourceReads,
     staging::IoBuf,
     tag_of,
 };
-use crate::{place::slot_bytes, pool::SlotPool, remote::RemoteStore};
+use crate::{place::slot_bytes, remote::RemoteStore};
 
 impl<R, F: RunBuffer> IoQueue<R, F> {
     /// Begins to open channels that were lost.
@@ -58,41 +59,51 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
         run.parts[part].task = Task::Moving(transfer);
         self.ops_in_flight += 1;
         self.watch.posted(run.way.index());
-        self.send(tag_of(index, part), run.way.verb(), remote, transfer, buf);
+        self.send((index, part), run, remote, transfer, buf);
     }
 
     /// Sends a request of a run again, to where the transfer says now.
     pub(super) fn send_again(&mut self, tag: u64, transfer: SlotTransfer, buf: IoBuf<F>) {
         let (index, part) = place_of(tag);
-        let run = self.runs[index]
-            .as_mut()
-            .expect("a request belongs to a run that has not ended");
+        let mut run = self.take(index);
         run.parts[part].task = Task::Moving(transfer);
-        let (store, verb) = (run.store.clone(), run.way.verb());
-        self.send(tag, verb, store.remote_backing(), transfer, buf);
+        let store = run.store.clone();
+        self.send(
+            (index, part),
+            &mut run,
+            store.remote_backing(),
+            transfer,
+            buf,
+        );
+        self.put_waiting((index, part), run);
     }
 
     fn send(
         &mut self,
-        tag: u64,
-        verb: Verb,
+        (index, part): (usize, usize),
+        run: &mut IoRun<R, F>,
         remote: &RemoteStore,
-        SlotTransfer {
+        transfer: SlotTransfer,
+        buf: IoBuf<F>,
+    ) {
+        if transfer.is_decoded() {
+            return self.begin_decoding((index, part), run, transfer, buf);
+        }
+        let SlotTransfer {
             place,
             server,
             extent,
             bytes,
             ..
-        }: SlotTransfer,
-        buf: IoBuf<F>,
-    ) {
+        } = transfer;
+        let verb = run.way.verb();
         let len = match verb {
             // All copies have the same bytes in all of the slot, so that they can be compared.
             Verb::Write if remote.pool.code().is_some() => slot_bytes(bytes) as u32,
             _ => bytes,
         };
         let op = Op {
-            tag,
+            tag: tag_of(index, part),
             verb,
             extent: extent.unwrap_or_else(|| remote.pool.extent(place)),
             offset: place.offset,
@@ -125,6 +136,11 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
         let is_lost = port.is_lost();
         for _ in 0..port.backlog.len() {
             let op = self.ports[at].backlog.pop_front().expect("counted above");
+            if SourceReads::is_one(op.tag) {
+                let waits = self.redirect_source(at, op);
+                self.ports[at].backlog.extend(waits);
+                continue;
+            }
             let Some(op) = self.redirect(op) else {
                 continue;
             };
@@ -163,6 +179,7 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
             Err(_) => {}
         }
         match result {
+            result if SourceReads::is_one(tag) => self.complete_source(tag, buf, result),
             result if self.has_copies(tag) => self.complete_copy(tag, buf, result),
             Err(error) if error.is_transient() || self.has_moved(tag) => {
                 self.repeat(tag, buf, error);
@@ -212,24 +229,36 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
         for _ in 0..self.ports.absent.backlog.len() {
             let stray = self.ports.absent.backlog.pop_front();
             let op = stray.expect("counted above");
-            let (server, pool) = self.server_of(op.tag);
-            let port = pool.port(server);
+            let Some(port) = self.port_of(op.tag) else {
+                self.end_source(op.tag, op.buf);
+                continue;
+            };
             if port < self.ports.len() {
                 self.ports[port].post(op);
                 continue;
             }
             self.ports.absent.want_channel();
-            if let Some(op) = self.redirect(op) {
+            if SourceReads::is_one(op.tag) {
+                let waits = self.redirect_source(port, op);
+                debug_assert!(
+                    waits.is_none(),
+                    "a queue without the port waits for nothing"
+                );
+            } else if let Some(op) = self.redirect(op) {
                 let error = self.ports.absent.why_late(self.deadline);
                 self.finish(op.tag, op.buf, Err(error));
             }
         }
     }
 
-    /// Returns the server that a request goes to, and the pool that numbers the server.
-    fn server_of(&self, tag: u64) -> (u8, Arc<SlotPool>) {
-        let run = self.run_of(tag);
-        let server = run.moving(place_of(tag).1).server;
-        (server, run.store.remote_backing().pool.clone())
+    /// Returns the port that a request goes to. `None` if the request is abandoned.
+    fn port_of(&self, tag: u64) -> Option<usize> {
+        let part = self.part_of(tag)?;
+        let run = self.run_of(part);
+        let server = match SourceReads::is_one(tag) {
+            true => self.sources.get(tag).server,
+            false => run.moving(place_of(part).1).server,
+        };
+        Some(run.store.remote_backing().pool.port(server))
     }
 }

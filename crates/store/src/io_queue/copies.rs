@@ -163,6 +163,7 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
     ) {
         let Some(group) = remote.pool.group(transfer.place) else {
             // A place that another process names may be gone: its server refuses the READ.
+            (transfer.member, transfer.server) = (0, transfer.place.server);
             return;
         };
         transfer.follow(&group);
@@ -286,9 +287,6 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
         let (index, part) = place_of(tag);
         let run = self.take(index);
         let mut transfer = run.moving(part);
-        if transfer.is_decoded() {
-            return self.complete_source(index, run, part, transfer, buf, result);
-        }
         let bit = transfer.bit();
         match (run.way, &result) {
             (Direction::Fill, Ok(())) => {}
@@ -349,18 +347,9 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
             self.go_on(index, run, part, transfer, op.buf, Err(error));
             return None;
         }
-        if way == Direction::Fill {
-            let is_aimed = self.aim_column(remote, &group, &mut transfer)
-                || transfer.is_decoded()
-                    && self.ports[remote.pool.port(transfer.server)].is_lost()
-                    && self.aim_decoding(remote, &mut transfer, Way::Awaited);
-            if is_aimed {
-                self.send_again(op.tag, transfer, op.buf);
-                return None;
-            }
-            if transfer.is_decoded() {
-                return Some(op);
-            }
+        if way == Direction::Fill && self.aim_column(remote, &group, &mut transfer) {
+            self.send_again(op.tag, transfer, op.buf);
+            return None;
         }
         let other = match way {
             Direction::Fill => self.choose_copy(remote, &group, &transfer, transfer.useless()),
@@ -420,14 +409,13 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
                 self.write_on(remote, &mut transfer, pages, result, outlook)
             }
         };
-        run.parts[part].task = Task::Moving(transfer);
-        if matches!(step, Step::Move) {
-            return self.write_elsewhere(index, run, part, transfer, buf);
-        }
-        self.runs[index] = Some(run);
         match step {
-            Step::End(result) => self.finish(tag_of(index, part), buf, result),
-            _ => self.send_again(tag_of(index, part), transfer, buf),
+            Step::End(result) => self.end_part((index, part), run, (transfer, buf), result),
+            Step::Move => self.write_elsewhere(index, run, part, transfer, buf),
+            Step::Send => {
+                self.runs[index] = Some(run);
+                self.send_again(tag_of(index, part), transfer, buf);
+            }
         }
     }
 

@@ -21,6 +21,7 @@ use crate::{
     codec::{self, Coder, Form},
     entry::PageEntry,
     groups::{Member, MemberState},
+    parity::positions,
     place::SlotSpan,
     remote::RemoteStore,
 };
@@ -33,7 +34,6 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
         run: &mut IoRun<R, F>,
         remote: &RemoteStore,
     ) -> bool {
-        let mut all = true;
         for part in 0..run.parts.len() {
             let Task::Fetch(transfer) = run.parts[part].task else {
                 continue;
@@ -48,12 +48,11 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
                     }
                 },
             };
-            match buf {
-                Some(buf) => self.post(index, run, part, remote, transfer, buf),
-                None => all = false,
+            if let Some(buf) = buf {
+                self.post(index, run, part, remote, transfer, buf);
             }
         }
-        all
+        !(run.parts.iter()).any(|part| matches!(part.task, Task::Fetch(_)))
     }
 }
 
@@ -288,8 +287,17 @@ impl<R, F: RunBuffer> IoRun<R, F> {
     fn note_right(&mut self, remote: &RemoteStore, transfer: SlotTransfer) {
         self.tally.failovers += u64::from(transfer.member != 0);
         if transfer.is_decoded() {
-            if transfer.damaged & 1 != 0 {
-                (remote.pool).mark_home_damaged(transfer.place, transfer.changes);
+            let SlotTransfer {
+                place,
+                changes,
+                bytes,
+                ..
+            } = transfer;
+            let home = (transfer.damaged & 1 != 0).then_some(None);
+            // The bytes are right without the sources that were left out, and were not with them.
+            let out = transfer.decoding.left_out | transfer.decoding.refused;
+            for at in home.into_iter().chain(positions(out).map(Some)) {
+                remote.pool.mark_extent_damaged(place, at, (changes, bytes));
             }
         } else if let (true, Some(id)) = (transfer.damaged != 0, transfer.extent) {
             let (server, state) = (transfer.server, MemberState::Good);

@@ -142,8 +142,6 @@ pub(super) struct IoRun<R, F> {
     open: usize,
     /// Counts of the ended pages, for the store's counters.
     pub(super) tally: StoreStatsSnapshot,
-    /// Sums of the sources of pages that are decoded, each where the page is in the run.
-    pub(super) sum: Option<RegBuf>,
     failed: Vec<(PageIndex, StoreError)>,
 }
 
@@ -157,6 +155,8 @@ pub(super) struct RunPart<F> {
     pub(super) pages: usize,
     /// The part's bytes, unless they travel.
     pub(super) frame: Option<F>,
+    /// Sum of the sources of an encoded page. That of raw pages is in `frame`.
+    pub(super) sum: Option<RegBuf>,
     pub(super) task: Task,
     /// True if the pages were given other slots because a copy of the first ones missed a WRITE.
     pub(super) has_moved: bool,
@@ -228,8 +228,13 @@ pub(super) struct Decoding {
     pub(super) sources: u16,
     /// Positions of the sources that have not come.
     pub(super) left: u16,
+    /// Positions of the sources that have not been asked for.
+    pub(super) unsent: u16,
     /// Positions of extents that refused to be read.
     pub(super) refused: u16,
+    /// Position of a source of earlier decodings that is left out, since these brought damaged
+    /// bytes.
+    pub(super) left_out: u16,
     /// Number of decodings that brought damaged bytes.
     pub(super) damaged: u8,
     /// Coefficients of the sources, by position.
@@ -307,6 +312,7 @@ impl<R, F: RunBuffer> IoRun<R, F> {
             first: 0,
             pages: frame.as_ref().len() / store.page_bytes,
             frame: Some(frame),
+            sum: None,
             task: Task::Held(entry),
             has_moved: false,
         });
@@ -326,7 +332,6 @@ impl<R, F: RunBuffer> IoRun<R, F> {
             hashes,
             open: 1,
             tally: StoreStatsSnapshot::default(),
-            sum: None,
             failed: Vec::new(),
         }
     }
@@ -375,6 +380,7 @@ impl<R, F: RunBuffer> IoRun<R, F> {
             first,
             pages: 1,
             frame: None,
+            sum: None,
             task,
             has_moved: false,
         });
@@ -403,6 +409,7 @@ impl<R, F: RunBuffer> IoRun<R, F> {
             first: part.first + pages,
             pages: part.pages - pages,
             frame: Some(frame.split_off(pages * page_bytes)),
+            sum: None,
             task: Task::Raw,
             has_moved: part.has_moved,
         };

@@ -11,7 +11,7 @@ use std::{
 
 use farpage_fabric::ExtentId;
 
-use super::{SlotPool, spares::SpareExtent, wish::RoomWish};
+use super::{SlotPool, damage::DamagedRange, spares::SpareExtent, wish::RoomWish};
 use crate::{
     groups::{ExtentGroup, Member, MemberState, SetView},
     parity::{ParityCode, ParitySet},
@@ -43,13 +43,45 @@ impl SlotPool {
         Some((view, sources))
     }
 
-    /// Notes that the home of a column has damaged bytes: decoded ones were right. `changes` is the
-    /// group's number when the bytes were read. For signal handlers, too.
-    pub(crate) fn mark_home_damaged(&self, place: SlotPlace, changes: u32) {
-        let home = self.group(place).and_then(|group| group.member(0));
-        if let Some(home) = home {
-            self.mark_damaged(place, (1, changes), home);
+    /// Notes that the extent at a position of a place's set, or the place's own at `None`, has
+    /// damaged bytes where the place has `bytes`: bytes that were decoded without that extent were
+    /// right. `changes` is the number of the place's group when these were read. For signal
+    /// handlers, too.
+    pub(crate) fn mark_extent_damaged(
+        &self,
+        place: SlotPlace,
+        at: Option<u8>,
+        (changes, bytes): (u32, u32),
+    ) {
+        let view = self.groups.set_of(place.extent);
+        let Some(view) = view.filter(|view| view.changes == changes) else {
+            return;
+        };
+        let at = at.unwrap_or(view.at);
+        let index = view.set.groups()[usize::from(at)];
+        let (home, group) = (view.home(at), self.groups.get(index));
+        if let (Some(home), Some(group)) = (home, group)
+            && group.member(0) == Some(home)
+        {
+            self.damaged.lock().note(DamagedRange {
+                server: home.server,
+                id: home.id,
+                offset: place.offset,
+                bytes,
+            });
+            let place = SlotPlace {
+                extent: index,
+                ..place
+            };
+            self.mark_damaged(place, (1, group.changes), home);
         }
+    }
+
+    /// Returns offset and length of each range of an extent that is known to be damaged.
+    pub(crate) fn damaged_ranges(&self, member: Member) -> Vec<(u64, u64)> {
+        // Copied: signal handlers wait for the lock.
+        let ranges = *self.damaged.lock();
+        ranges.of(member.server, member.id)
     }
 
     /// Returns the use of a group; `None` for a parity extent, and a group that is gone.
@@ -106,15 +138,17 @@ impl SlotPool {
         true
     }
 
-    /// Gives up the opening of a set, and the copies that were made, unless that left two of the
-    /// set's extents on one server.
-    pub(crate) fn keep_set(&self, number: u32, set: &ParitySet) {
+    /// Gives up the opening of a set, and the copies that were made. False, and nothing is done, if
+    /// that left two of the set's extents on one server.
+    pub(crate) fn keep_set(&self, number: u32, set: &ParitySet) -> bool {
         let bytes = (self.groups.get(set.columns()[0])).map_or(0, |group| group.bytes);
         let closed = (self.groups).keep_closed(number, |one, other| self.is_same(one, other));
-        if let Some((rest, moves)) = closed {
-            moves.into_iter().for_each(|it| self.show_contents(it));
-            self.release_members(&rest, bytes);
-        }
+        let Some((rest, moves)) = closed else {
+            return false;
+        };
+        moves.into_iter().for_each(|it| self.show_contents(it));
+        self.release_members(&rest, bytes);
+        true
     }
 
     /// Begins to open a set: its columns lack copies from now on. False if there is no such set.
@@ -188,27 +222,49 @@ impl SlotPool {
     }
 
     /// Keeps an extent that nothing lands in any more, unless there are enough: as many of each
-    /// length on each server as there are parities. With these a set can be opened if servers have
-    /// no room, whichever servers its homes are on: the copies of a column go to the servers behind
-    /// its home, and homes of a set are on different servers. A pool without reservations keeps
-    /// none.
+    /// length, for each server, as there are parities. With these a set can be opened if servers
+    /// have no room: the copies of a column go to servers that have most of them, and homes of a
+    /// set are on different servers. One that is too many on its server stays all the same while
+    /// others lack theirs: what goes back is lost to other clients. A pool without reservations
+    /// keeps none.
     fn keep_spare(&self, spare: SpareExtent) -> bool {
-        let is_lacking = self.is_spare_lacking(spare.server, spare.bytes);
+        if !self.may_keep_spares(spare.server) {
+            return false;
+        }
+        let enough = self.spares_needed();
+        let mut spares = self.spares.lock();
+        let is_lacking = spares.iter().filter(|it| it.bytes == spare.bytes).count() < enough;
         if is_lacking {
-            self.spares.lock().push(spare);
+            spares.push(spare);
         }
         is_lacking
     }
 
+    /// True if extents are to be kept on the server.
+    fn may_keep_spares(&self, server: u8) -> bool {
+        let is_reserved = || (self.arenas.iter()).any(|arena| arena.lock().reserved_bytes > 0);
+        self.code().is_some() && self.may_grant(server) && is_reserved()
+    }
+
+    /// Returns the number of extents of each length that are to be kept in all. A server that is
+    /// silent for a moment counts, too.
+    fn spares_needed(&self) -> usize {
+        let stays = |it: u8| !self.is_leaving(it) && self.session(it).loss(false).is_none();
+        let servers = 0..self.servers.len() as u8;
+        let staying = servers.filter(|&it| self.first_number(it) == it && stays(it));
+        staying.count() * self.code().map_or(0, |code| usize::from(code.parity))
+    }
+
     /// True if an extent of the length is to be kept on the server.
     fn is_spare_lacking(&self, server: u8, bytes: u64) -> bool {
-        let Some(code) = self.code().filter(|_| self.may_grant(server)) else {
-            return false;
-        };
-        let is_reserved = (self.arenas.iter()).any(|arena| arena.lock().reserved_bytes > 0);
+        let enough = self.code().map_or(0, |code| usize::from(code.parity));
+        self.spares_on(server, bytes) < enough && self.may_keep_spares(server)
+    }
+
+    /// Returns the number of extents of a length that are kept on a server.
+    pub(crate) fn spares_on(&self, server: u8, bytes: u64) -> usize {
         let spares = self.spares.lock();
-        let alike = spares.iter().filter(|it| it.is_for(server, bytes));
-        is_reserved && alike.count() < usize::from(code.parity)
+        spares.iter().filter(|it| it.is_for(server, bytes)).count()
     }
 
     /// Takes an extent that was kept on a server.
@@ -216,6 +272,14 @@ impl SlotPool {
         let mut spares = self.spares.lock();
         let at = spares.iter().position(|it| it.is_for(server, bytes))?;
         Some(spares.swap_remove(at).id)
+    }
+
+    /// Keeps an extent that was taken for a copy or parity and nothing was written to, or gives it
+    /// back if there are enough.
+    pub(crate) fn return_spare(&self, server: u8, id: ExtentId, bytes: u64) {
+        if !self.keep_spare(SpareExtent { server, id, bytes }) {
+            self.drop_copy(server, id);
+        }
     }
 
     /// Gives an extent back in which something may still land. Asks for another one to keep, if
@@ -235,6 +299,26 @@ impl SlotPool {
             for server in 0..self.servers.len() as u8 {
                 while self.ask_for_spare(server, bytes) {}
             }
+            self.release_surplus_spares(bytes);
+        }
+    }
+
+    /// Gives back extents of a length that are too many in all, first where there are most.
+    fn release_surplus_spares(&self, bytes: u64) {
+        let enough = self.spares_needed();
+        loop {
+            let mut spares = self.spares.lock();
+            let alike = || spares.iter().filter(|it| it.bytes == bytes);
+            let on = |server: u8| alike().filter(|it| it.server == server).count();
+            let most = (spares.iter().enumerate())
+                .filter(|(_, it)| it.bytes == bytes)
+                .max_by_key(|(_, it)| on(it.server));
+            let Some((at, _)) = most.filter(|_| alike().count() > enough) else {
+                return;
+            };
+            let SpareExtent { server, id, .. } = spares.swap_remove(at);
+            drop(spares);
+            self.release(usize::from(server), id);
         }
     }
 
@@ -256,6 +340,23 @@ impl SlotPool {
             // Asked again later: a set may be opened without it.
             Err(_) => false,
         }
+    }
+
+    /// Returns the number of extents that are kept on each server.
+    #[cfg(test)]
+    pub(crate) fn spares_by_server(&self) -> Vec<usize> {
+        let spares = self.spares.lock();
+        let on = |server| spares.iter().filter(|it| it.server == server).count();
+        (0..self.servers.len())
+            .map(|server| on(server as u8))
+            .collect()
+    }
+
+    /// Returns server and id of each extent that is kept.
+    #[cfg(test)]
+    pub(crate) fn spare_ids(&self) -> Vec<(u8, ExtentId)> {
+        let spares = self.spares.lock();
+        spares.iter().map(|it| (it.server, it.id)).collect()
     }
 
     /// Returns the bytes that are kept on servers.

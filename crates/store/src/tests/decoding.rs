@@ -122,22 +122,31 @@ fn more_damage_than_parities_is_an_error_that_says_so() {
 fn a_decoding_ends_with_its_deadline() {
     let deadline = Duration::from_secs(2);
     let mut it = SealedWorld::new(5, (4, 1), impatient_within(deadline.as_millis() as u64));
-    let page = it.sealed_pages()[0];
+    let page = sealed_run(&it, 16);
     let home = home_of(&it.store, page);
     it.kill(usize::from(home.server));
     it.world.give_up(&it.store, home.server);
     let began = Since::now();
-    it.io.fill(&it.store, at(page), vec![0; 4096].into(), page);
-    // The first source arrives when it is too late for the others.
+    // The sources of the last runs find no buffers before it is too late.
+    for number in 0..40 {
+        let frame = vec![0; 16 * 4096].into();
+        it.io.fill(&it.store, at(page), frame, number);
+    }
     wait_until("the deadline never passes", || began.elapsed() >= deadline);
-    let done = one(&mut it.io);
-    let [(_, error)] = &done.failed[..] else {
-        panic!("{:?}", done.failed)
-    };
-    let StoreError::Remote { source, .. } = error else {
-        panic!("{error:?}")
-    };
-    assert!(matches!(source, ChannelError::TimedOut { .. }), "{error}");
+    let (mut filled, mut late) = (0, 0);
+    while filled + late < 40 {
+        for done in some(&mut it.io) {
+            match &done.failed[..] {
+                [] => filled += 1,
+                [(_, StoreError::Remote { source, .. }), ..] => {
+                    assert!(matches!(source, ChannelError::TimedOut { .. }), "{source}");
+                    late += 1;
+                }
+                failed => panic!("{failed:?}"),
+            }
+        }
+    }
+    assert!(filled > 0 && late > 0, "{filled} filled, {late} late");
     // The next request has time.
     let bytes = read(&mut it.io, &it.store, page).expect("it is decoded");
     assert!(bytes == it.model[page as usize * 4096..][..4096]);
@@ -168,4 +177,40 @@ fn a_prepared_queue_decodes_without_asking_for_memory() {
     }
     assert!(store.stats().failovers > 0);
     assert_eq!(world.cluster.registered_memory().acquisitions, before);
+}
+
+/// Polls until a run is filled. Returns the number of polls.
+fn polls_of_fill(it: &mut SealedWorld, page: u64, pages: u64) -> usize {
+    let frame = vec![0; pages as usize * 4096].into();
+    it.io.fill(&it.store, at(page), frame, page);
+    let polls = (1..100_000).find(|_| {
+        let done = poll(&mut it.io);
+        done.iter().for_each(|done| {
+            let right = &it.model[page as usize * 4096..][..pages as usize * 4096];
+            assert!(done.failed.is_empty() && done.frame.bytes == right);
+        });
+        !done.is_empty()
+    });
+    polls.expect("a fill ends")
+}
+
+#[test]
+fn all_sources_are_read_at_once() {
+    for (pages, code) in [(1, (4, 1)), (16, (8, 2))] {
+        let config = |server| SimConfig {
+            delay_steps: 1,
+            bytes_per_step: Some(64),
+            ..SimConfig::new(server)
+        };
+        let servers = u64::from(code.0 + code.1);
+        let mut it = SealedWorld::of(World::new((1..=servers).map(config), impatient()), code);
+        let page = sealed_run(&it, pages);
+        let healthy = polls_of_fill(&mut it, page, pages);
+        let home = home_of(&it.store, page).server;
+        it.kill(usize::from(home));
+        it.world.give_up(&it.store, home);
+        let decoded = polls_of_fill(&mut it, page, pages);
+        assert!(it.store.stats().failovers > 0);
+        assert!(decoded <= healthy + 2, "{decoded} polls against {healthy}");
+    }
 }

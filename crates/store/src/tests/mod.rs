@@ -4,8 +4,10 @@
 
 mod adds;
 mod copies;
+mod damage;
 mod decoding;
 mod drains;
+mod full;
 mod lossy;
 mod named;
 mod outages;

@@ -66,7 +66,7 @@ impl SealedWorld {
 
     #[track_caller]
     pub(super) fn assert_reads(&mut self) {
-        for page in (0..512).step_by(8) {
+        for page in (0..self.store.pages()).step_by(8) {
             let read = read_pages(&mut self.io, &self.store, page, 8);
             let right = &self.model[page as usize * 4096..][..8 * 4096];
             assert!(read == right, "pages from {page} on are others");
@@ -80,7 +80,7 @@ impl SealedWorld {
             let group = pool(&self.store).group(place);
             group.is_some_and(|group| group.column.is_some())
         };
-        (0..512).filter(is_sealed).collect()
+        (0..self.store.pages()).filter(is_sealed).collect()
     }
 
     /// Writes a page while repairs go on.

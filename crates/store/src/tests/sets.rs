@@ -2,10 +2,14 @@
 
 use super::{
     copies::{World, impatient},
+    full::{Others, describe},
     parity::{SealedWorld, coded},
     *,
 };
-use crate::{groups::ExtentGroup, parity::ParitySet};
+use crate::{
+    groups::{ExtentGroup, MemberState},
+    parity::ParitySet,
+};
 
 /// Returns the servers of the homes of a set, by position.
 fn servers_of(store: &PageStore, set: &ParitySet) -> Vec<u8> {
@@ -184,4 +188,79 @@ fn a_wish_for_room_ends_with_the_writes_that_had_it() {
         }
     }
     wait_until("a wish never ends", || !pool(&it.store).is_room_awaited());
+}
+
+/// A home was lost while its set was opened. A server has room for what another set needs to be
+/// opened, and has all that it can have of the first one.
+#[test]
+fn a_half_open_set_does_not_keep_others_closed() {
+    let mut tried = 0;
+    for first in 0..8 {
+        let world = World::new((1..=6).map(|it| lending(it, 4 << 20)), impatient());
+        let mut it = SealedWorld::of(world, (4, 1));
+        let sets = pool(&it.store).groups.sets();
+        let Some(&(number, set)) = sets.get(first) else {
+            continue;
+        };
+        pool(&it.store).open_set(number);
+        let copied = |it: &SealedWorld| {
+            let mut groups = (set.columns().iter()).map(|&index| pool(&it.store).groups.get(index));
+            groups.find_map(|group| group.filter(|group| group.good_count() == 2))
+        };
+        while copied(&it).is_none() {
+            it.world.repairer.turn(&it.world.cluster);
+        }
+        let group = copied(&it).expect("it has a copy");
+        let mut on = group.good().map(|(_, it)| it.server);
+        let [lost, copy] = [(); 2].map(|()| on.next().expect("it has two"));
+        // Another set, whose columns can have their copies on the server of the copy.
+        let fits = |(other, set): &&(u32, ParitySet)| {
+            let servers = servers_of(&it.store, set);
+            *other != number && !servers.contains(&lost) && servers[4] == copy
+        };
+        let is_shared = servers_of(&it.store, &set).contains(&copy);
+        if !is_shared || !sets.iter().any(|other| fits(&other)) {
+            continue;
+        }
+        tried += 1;
+        let others = Others::of(&it.world);
+        others.take_all();
+        it.kill(usize::from(lost));
+        it.world.give_up(&it.store, lost);
+        others.give_back(usize::from(copy));
+        for page in (0..512).step_by(4) {
+            it.store.clear(at(page).and_on(1));
+        }
+        let is_open = |it: &SealedWorld| {
+            let is_gone = |(other, _): &(u32, ParitySet)| {
+                *other != number && pool(&it.store).groups.set(*other).is_none()
+            };
+            sets.iter().any(is_gone)
+        };
+        let mut page = 0;
+        let limit = Instant::now() + Duration::from_secs(20);
+        while !is_open(&it) {
+            let new = odd_page(4096, 9000 + page);
+            it.io
+                .write_back(&it.store, at(page % 512), new.clone().into(), page);
+            while it.io.in_flight() > 0 && !is_open(&it) {
+                poll(&mut it.io);
+                it.world.repairer.turn(&it.world.cluster);
+                assert!(
+                    Instant::now() < limit,
+                    "no other set than {number} is opened, {lost} is lost: {}",
+                    describe(&it.store)
+                );
+            }
+            page += 1;
+        }
+        let set = pool(&it.store).groups.set(number).expect("it is half open");
+        assert!(set.is_opening);
+        let home = (set.columns().iter()).filter_map(|&index| pool(&it.store).groups.get(index));
+        let is_lost = |group: ExtentGroup| {
+            (group.member(0)).is_none_or(|home| home.state == MemberState::Dead)
+        };
+        assert!(home.into_iter().any(is_lost));
+    }
+    assert!(tried > 0);
 }
