@@ -100,7 +100,7 @@ fn hostile_operations_end_their_connection_and_touch_nothing() {
         let mut stream = server.attach(own);
         stream.write_all(&bytes).expect("the server listens");
         stream.finish();
-        assert_eq!(stream.drain(story), [], "{story}");
+        assert_eq!(stream.drain(story), [0_u8; 0], "{story}");
     }
     let beyond = OpHeader {
         offset: 9_000,
@@ -237,7 +237,7 @@ fn a_half_sent_write_gives_an_extent_up_when_its_lease_ends() {
         Response::Done
     );
     let answer = data.drain("a WRITE whose lease has ended");
-    assert_eq!(answer, [], "an answer before the bytes had moved");
+    assert_eq!(answer, [0_u8; 0], "an answer before the bytes had moved");
     assert_eq!(Arc::strong_count(&memory), 1, "nobody keeps the memory");
 }
 
