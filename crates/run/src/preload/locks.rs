@@ -7,6 +7,7 @@
 use std::{
     ffi::{c_int, c_uint, c_void},
     ops::Range,
+    ptr::NonNull,
     slice,
     sync::atomic::{AtomicI32, Ordering},
 };
@@ -15,7 +16,7 @@ use farpage::Ranges;
 use farpage_signals::Mutex;
 
 use crate::{
-    Inside, answer, arena, fail,
+    Inside, answer, arena, fail, made,
     mappings::{self, Map},
     next::Next,
     say_once, signal_stack, signals,
@@ -403,6 +404,48 @@ fn pin_statics(address: *const c_void, bytes: usize) -> Option<Result<(), c_int>
         pinned.change(&part, |is_pinned| *is_pinned = true);
     }
     Some(Ok(()))
+}
+
+/// Bytes of a stack that are kept if its lower end is unknown: all of a small block.
+const STACK_BYTES: usize = 256 << 10;
+/// Most bytes of a stack that are looked through for its lower end.
+const STACK_MAX: usize = 8 << 20;
+
+/// Returns the addresses of a remote stack that ends at `top`, as far as its lower end can be told:
+/// it is the beginning of a block of `heap.rs`.
+pub(crate) fn stack_below(top: usize) -> Option<Range<usize>> {
+    let last = top.checked_sub(1)?;
+    if !state::is_remote(last, 1) {
+        return None;
+    }
+    let known = state::get().and_then(|state| {
+        let lowest = state
+            .arena
+            .addresses()
+            .start
+            .max(top.saturating_sub(STACK_MAX));
+        let pages = (lowest..top).step_by(KERNEL_PAGE_BYTES).len();
+        let page = last & !(KERNEL_PAGE_BYTES - 1);
+        let mut starts = (0..pages).map(|below| page - below * KERNEL_PAGE_BYTES);
+        let start = starts.find(|&start| made::holds(start))?;
+        let bytes = state.arena.usable_bytes(NonNull::new(start as *mut u8)?)?;
+        (start + bytes >= top).then_some(start)
+    });
+    let start = known.unwrap_or(top.saturating_sub(STACK_BYTES));
+    Some(start..top)
+}
+
+/// Pins the stack of a thread or process that the program makes, until the stack is freed. Writes a
+/// line if it cannot be pinned.
+pub(crate) fn keep_stack(stack: Range<usize>) {
+    let start = stack.start & !(KERNEL_PAGE_BYTES - 1);
+    let is_pinned = |start: usize| pin_stack(start as *const c_void, stack.end - start);
+    let upper = start.max(stack.end.saturating_sub(STACK_BYTES) & !(KERNEL_PAGE_BYTES - 1));
+    if !is_pinned(start) && !is_pinned(upper) {
+        say_once(
+            "the stack of a child by clone cannot be pinned: a fault there ends the child; raise --budget, or use --fillers",
+        );
+    }
 }
 
 /// Pins a stack, if it is remote. With in-thread faults the kernel cannot write to an absent page

@@ -9,8 +9,11 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#define VERSION "GLIBC_2.2.5"
+
 void free_as_found_early(void *block);
 void free_as_found_next(void *block);
+void free_as_found_by_version(void *block);
 extern int calls;
 
 #ifdef LIBRARY
@@ -33,6 +36,16 @@ void free_as_found_next(void *block) {
     if (!next)
         next = (freeing)dlsym(RTLD_NEXT, "free");
     next(block);
+}
+
+void free_as_found_by_version(void *block) {
+    static freeing next, of_library;
+    if (!next) {
+        next = (freeing)dlvsym(RTLD_NEXT, "free", VERSION);
+        of_library = (freeing)dlvsym(dlopen("libc.so.6", RTLD_LAZY), "free", VERSION);
+    }
+    static int calls;
+    (calls++ % 2 ? next : of_library)(block);
 }
 
 pid_t fork(void) {
@@ -59,8 +72,10 @@ int main(void) {
     }
     for (int i = 0; list; i++) {
         void **rest = *list;
-        if (i % 2)
+        if (i % 3 == 0)
             free_as_found_early(list);
+        else if (i % 3 == 1)
+            free_as_found_by_version(list);
         else
             free_as_found_next(list);
         list = rest;

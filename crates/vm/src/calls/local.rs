@@ -7,6 +7,10 @@ use crate::sigbus::{STACK_BYTES, Stack};
 /// Predicate: true if the kernel cannot bring in some of `bytes` bytes at an address.
 pub type IsRemote<'a> = &'a dyn Fn(usize, usize) -> bool;
 
+/// Function that brings `bytes` bytes at an address in, and keeps them until the call has returned,
+/// as far as they are remote and there is room.
+pub type Hold<'a> = &'a dyn Fn(usize, usize);
+
 /// Number of bytes that move at once, where a call may move a part.
 pub(super) const PIECE_BYTES: usize = STACK_BYTES;
 
@@ -115,7 +119,12 @@ impl Buffers<'_> {
 
     /// Calls `copy` for each part of the `bytes` bytes from `at` on, with the part's address, its
     /// distance from `at`, and its length.
-    fn parts(self, mut at: usize, bytes: usize, mut copy: impl FnMut(*mut u8, usize, usize)) {
+    pub(super) fn parts(
+        self,
+        mut at: usize,
+        bytes: usize,
+        mut copy: impl FnMut(*mut u8, usize, usize),
+    ) {
         let mut done = 0;
         for buffer in self.0 {
             let part = buffer.iov_len.saturating_sub(at).min(bytes - done);
