@@ -253,7 +253,9 @@ fn program_that_waits_for_a_server_ends_at_once() {
         let _silent = TcpListener::bind(address).unwrap();
         launcher.stdin.take().unwrap().write_all(b"go\n").unwrap();
         let program = child_of(launcher.id());
-        wait_until("the program waits for its server", || holds_signals(&program));
+        wait_until("the program waits for its server", || {
+            holds_signals(&program)
+        });
         let since = Instant::now();
         // SAFETY: our own child, which has not been waited for.
         assert_eq!(unsafe { libc::kill(launcher.id() as i32, signal) }, 0);
