@@ -78,9 +78,10 @@ static void on_threads(void) {
 }
 
 static volatile char *memory;
+static int touched = 16 * MIB;
 
 static void touch_all(void) {
-    for (int at = 0; at < 16 * MIB; at += 4096)
+    for (int at = 0; at < touched; at += 4096)
         memory[at]++;
 }
 
@@ -201,7 +202,9 @@ static void end_child(void) {
 /* Children that share memory, and whose stacks leave while they run. */
 static void shared(void) {
     int flags[] = {CLONE_VM | CLONE_VFORK | SIGCHLD, CLONE_VM | SIGCHLD};
-    int sizes[] = {STACK, 48 << 10, MIB};
+    int sizes[] = {STACK, 48 << 10, MIB / 2};
+    /* Three budgets. */
+    touched = 3 * MIB;
     for (int round = 0; round < 12; round++) {
         int size = sizes[round % 3], status;
         char *stack = malloc(size);
