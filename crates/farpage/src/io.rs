@@ -53,9 +53,8 @@ use farpage_vm::{calls, sigbus};
 pub unsafe fn system_call(number: libc::c_long, arguments: [usize; 6]) -> io::Result<usize> {
     let is_remote =
         |at: usize, bytes: usize| bytes > 0 && sigbus::serves(at..at.saturating_add(bytes));
-    let hold = |at, bytes| calls::bring_in(at, bytes, &is_remote);
     // SAFETY: the caller's promise.
-    let result = unsafe { calls::call(number, arguments, &is_remote, &hold) };
+    let result = unsafe { calls::call(number, arguments, &is_remote, calls::Guesses::NONE) };
     usize::try_from(result).map_err(|_| io::Error::from_raw_os_error(-result as i32))
 }
 

@@ -352,20 +352,10 @@ impl<A: AddressSpace> MappedRegion<A> {
         // Pages may lie between some that are being copied out. System calls could not write to
         // them then.
         self.shared().scatter.wait();
-        self.bring_in(pages, range).map_err(|error| {
+        self.prefetch_now(range).map_err(|error| {
             self.unpin_pages(pages);
             PinError::Page(error)
         })
-    }
-
-    /// Brings `range` in, unless all of its `pages` are there. Fillers are asked for absent pages
-    /// only: an answer takes them longer than all else in a pin.
-    fn bring_in(&self, pages: PageRange, range: Range<usize>) -> Result<(), PageError> {
-        let is_absent = |page| self.region.words.load(page).state() != PageState::Resident;
-        match pages.iter().any(is_absent) {
-            true => self.prefetch_now(range),
-            false => Ok(()),
-        }
     }
 
     fn pin_page(&self, page: PageIndex, of: PageRange) -> Result<(), PinError> {
@@ -438,7 +428,12 @@ impl<A: AddressSpace> MappedRegion<A> {
             .start
             .until(pages.iter().find(failed).unwrap_or(pages.end));
         self.shared().scatter.wait();
-        let done = self.bring_in(pages, range).map(|()| act());
+        let is_absent = |page| self.region.words.load(page).state() != PageState::Resident;
+        let there = match pages.iter().any(is_absent) {
+            true => self.prefetch_now(range),
+            false => Ok(()),
+        };
+        let done = there.map(|()| act());
         self.unpin_pages(pinned);
         done
     }

@@ -22,7 +22,7 @@
 //! 3. `state.rs`: the runtime, the arena and the options;
 //! 4. what begins and ends with these: `local.rs`, `made.rs`, `family.rs`, `limits.rs` (set by the
 //!    program), `descriptors.rs`, `share.rs`, `exec.rs`, `report.rs`, `statics.rs`,
-//!    `thread_stacks.rs`, `small.rs` (the allocator of small requests), `held.rs` and `filter.rs`
+//!    `thread_stacks.rs`, `small.rs` (the allocator of small requests), `guesses.rs` and `filter.rs`
 //!    (the system calls that in-thread faults need);
 //! 5. `arena.rs`, which begins them all, and makes the arena at the first large request;
 //! 6. memory of the arena: `mappings.rs` (the map of its addresses), `locks.rs`, `protect.rs`,
@@ -62,10 +62,10 @@ mod family;
 mod filter;
 #[path = "preload/foreign.rs"]
 mod foreign;
+#[path = "preload/guesses.rs"]
+mod guesses;
 #[path = "preload/heap.rs"]
 mod heap;
-#[path = "preload/held.rs"]
-mod held;
 #[path = "preload/jemalloc.rs"]
 mod jemalloc;
 #[path = "preload/limits.rs"]

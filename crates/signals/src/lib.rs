@@ -103,7 +103,8 @@ const ENDING: [i32; 4] = [libc::SIGHUP, libc::SIGINT, libc::SIGQUIT, libc::SIGTE
 
 impl SignalGuard {
     /// Calls `wait` with those signals let in that end the process and that the program neither
-    /// handles nor holds back. No handler runs, so that this thread may hold something.
+    /// handles nor holds back. No handler runs, so that this thread may hold something, unless
+    /// another thread sets a handler meanwhile.
     pub fn wait_mortal<T>(&self, wait: impl FnOnce() -> T) -> T {
         let endings = ENDING.into_iter().filter(|&signal| is_default(signal));
         let set = endings.fold(0, |set, signal| set | 1 << (signal - 1)) & !BEFORE.get();

@@ -15,7 +15,7 @@ use farpage_vm::calls;
 use libc::{c_long, c_ulong, iovec, mmsghdr, msghdr, off_t, pid_t, sockaddr, socklen_t, timespec};
 
 use crate::{
-    Inside, clone, confine, fail, held,
+    Inside, clone, confine, errno, fail, guesses,
     next::{name, next},
     say_once, signals,
     state::{self, is_remote},
@@ -39,7 +39,7 @@ macro_rules! calls {
                 // SAFETY: the caller's promise.
                 unsafe {
                     if is_copied(libc::$number, args) {
-                        return outcome(held::call(libc::$number, args)) as $result;
+                        return outcome(guesses::call(libc::$number, args)) as $result;
                     }
                     $later($($arg),*)
                 }
@@ -110,7 +110,7 @@ unsafe extern "C-unwind" fn by_number(
     // SAFETY: the caller's promise.
     let result = unsafe {
         if signals::are_ours() && !Inside::is() || is_copied(number, args) {
-            held::call(number, args)
+            guesses::call(number, args)
         } else {
             calls::system_call(number, args)
         }
@@ -277,63 +277,73 @@ calls! {
         [fd as usize, message as usize, flags as usize, 0, 0, 0];
     recvmmsg later_recvmmsg = SYS_recvmmsg(fd: c_int, messages: *mut mmsghdr, count: c_uint, flags: c_int, timeout: *mut timespec) -> c_int
         [fd as usize, messages as usize, count as usize, flags as usize, timeout as usize, 0];
-    process_vm_readv later_process_vm_readv = SYS_process_vm_readv(process: pid_t, own: *const iovec, own_count: c_ulong, others: *const iovec, others_count: c_ulong, flags: c_ulong) -> isize
-        [process as usize, own as usize, own_count as usize, others as usize, others_count as usize, flags as usize];
-    process_vm_writev later_process_vm_writev = SYS_process_vm_writev(process: pid_t, own: *const iovec, own_count: c_ulong, others: *const iovec, others_count: c_ulong, flags: c_ulong) -> isize
-        [process as usize, own as usize, own_count as usize, others as usize, others_count as usize, flags as usize];
     sendmmsg later_sendmmsg = SYS_sendmmsg(fd: c_int, messages: *mut mmsghdr, count: c_uint, flags: c_int) -> c_int
         [fd as usize, messages as usize, count as usize, flags as usize, 0, 0];
 }
 
-next! {
-    /// `ioctl`.
-    later_ioctl = c"ioctl"(fd: c_int, request: c_ulong, argument: usize) -> c_int, else -1;
-    /// `setsockopt`.
-    later_setsockopt = c"setsockopt"(fd: c_int, level: c_int, name: c_int, value: *const c_void, bytes: socklen_t) -> c_int, else -1;
+/// Defines interposed calls: each the next library's, after which the rest is done if the kernel
+/// found absent memory.
+macro_rules! completed {
+    ($($name:ident $later:ident = $number:ident($($arg:ident: $type:ty),*) -> $result:ty [$($value:expr),*];)+) => {
+        $(
+            next! {
+                #[doc = stringify!($name)]
+                $later = (name(concat!(stringify!($name), "\0")))($($arg: $type),*) -> $result, else -1;
+            }
+
+            #[doc = concat!("`", stringify!($name), "`.")]
+            ///
+            /// # Safety
+            /// As the call.
+            #[unsafe(no_mangle)]
+            pub(crate) unsafe extern "C-unwind" fn $name($($arg: $type),*) -> $result {
+                // SAFETY: the caller's promise.
+                unsafe {
+                    let result = $later($($arg),*);
+                    completed(libc::$number, [$($value),*], result as isize) as $result
+                }
+            }
+        )+
+    };
 }
 
-/// True if the program makes a call whose structures may lead to absent memory.
-fn may_lead_to_absent() -> bool {
-    signals::are_ours() && !Inside::is()
-}
-
-/// `ioctl`.
+/// Goes on with a call of the program's that has returned `result`, if absent memory is why it did
+/// not do all.
 ///
 /// # Safety
-/// As `ioctl`.
-#[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn ioctl(fd: c_int, request: c_ulong, argument: usize) -> c_int {
+/// As the call.
+unsafe fn completed(number: c_long, args: calls::Arguments, result: isize) -> isize {
     /// Kind of the requests of a userfaultfd. The runtime makes them where it serves a fault.
-    const UFFDIO: c_ulong = 0xaa;
-    // SAFETY: the caller's promise.
-    unsafe {
-        if !may_lead_to_absent() || request >> 8 & 0xff == UFFDIO {
-            return later_ioctl(fd, request, argument);
-        }
-        let args = [fd as usize, request as usize, argument, 0, 0, 0];
-        outcome(held::call(libc::SYS_ioctl, args)) as c_int
+    const UFFDIO: usize = 0xaa;
+    let first = if result < 0 {
+        -(errno() as isize)
+    } else {
+        result
+    };
+    let (may_fail, may_stop) = match number {
+        libc::SYS_ioctl => (args[1] >> 8 & 0xff != UFFDIO, false),
+        libc::SYS_setsockopt => (true, false),
+        // Copies may end early.
+        _ => (true, true),
+    };
+    let is_all = match first {
+        0.. => !may_stop,
+        _ => first != -(libc::EFAULT as isize) || !may_fail,
+    };
+    if is_all || !signals::are_ours() || Inside::is() {
+        return result;
     }
+    // SAFETY: the caller's promise.
+    outcome(unsafe { guesses::complete(number, args, first) })
 }
 
-/// `setsockopt`.
-///
-/// # Safety
-/// As `setsockopt`.
-#[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn setsockopt(
-    fd: c_int,
-    level: c_int,
-    name: c_int,
-    value: *const c_void,
-    bytes: socklen_t,
-) -> c_int {
-    // SAFETY: the caller's promise.
-    unsafe {
-        if !may_lead_to_absent() {
-            return later_setsockopt(fd, level, name, value, bytes);
-        }
-        let [fd, level, name] = [fd, level, name].map(|number| number as usize);
-        let args = [fd, level, name, value as usize, bytes as usize, 0];
-        outcome(held::call(libc::SYS_setsockopt, args)) as c_int
-    }
+completed! {
+    ioctl later_ioctl = SYS_ioctl(fd: c_int, request: c_ulong, argument: usize) -> c_int
+        [fd as usize, request as usize, argument, 0, 0, 0];
+    setsockopt later_setsockopt = SYS_setsockopt(fd: c_int, level: c_int, name: c_int, value: *const c_void, bytes: socklen_t) -> c_int
+        [fd as usize, level as usize, name as usize, value as usize, bytes as usize, 0];
+    process_vm_readv later_process_vm_readv = SYS_process_vm_readv(process: pid_t, own: *const iovec, own_count: c_ulong, others: *const iovec, others_count: c_ulong, flags: c_ulong) -> isize
+        [process as usize, own as usize, own_count as usize, others as usize, others_count as usize, flags as usize];
+    process_vm_writev later_process_vm_writev = SYS_process_vm_writev(process: pid_t, own: *const iovec, own_count: c_ulong, others: *const iovec, others_count: c_ulong, flags: c_ulong) -> isize
+        [process as usize, own as usize, own_count as usize, others as usize, others_count as usize, flags as usize];
 }

@@ -16,9 +16,7 @@ use std::{
 use farpage_vm::calls;
 
 use crate::{
-    errno,
-    held::Held,
-    locks,
+    errno, locks,
     next::next,
     process::{begins, end, freezes},
     say, set_errno, signals, state,
@@ -60,24 +58,20 @@ unsafe fn note_child(flags: c_int, to: *mut c_int) {
     }
 }
 
-/// Keeps the stack of a child that shares memory: while `held` lives if the caller waits for the
-/// child, and else until the stack is freed.
-fn keep(flags: c_int, stack: Option<Range<usize>>, held: &Held) {
-    let shares = flags & libc::CLONE_VM != 0 && signals::are_ours();
-    let Some(stack) = stack.filter(|_| shares) else {
-        return;
-    };
-    match flags & libc::CLONE_VFORK {
-        0 => locks::keep_stack(stack),
-        _ => held.hold(stack.start, stack.len()),
+/// Keeps the stack of a child that shares memory, until the stack is freed.
+fn keep(flags: c_int, stack: Option<Range<usize>>) {
+    if let Some(stack) = stack
+        && flags & libc::CLONE_VM != 0
+        && signals::are_ours()
+    {
+        locks::keep_stack(stack);
     }
 }
 
-/// Keeps the stack of a child by `clone` of `syscall` until the stack is freed.
+/// Keeps the stack of a child by `clone` of `syscall`.
 #[cfg(target_arch = "x86_64")]
 pub(crate) extern "C" fn keep_by_number(_number: c_long, flags: usize, stack: usize) {
-    let flags = flags as c_int & !libc::CLONE_VFORK;
-    keep(flags, locks::stack_below(stack), &Held::default());
+    keep(flags as c_int, locks::stack_below(stack));
 }
 
 /// Start of a process made by `clone`, its argument, and where its id is written.
@@ -113,8 +107,7 @@ pub(crate) unsafe extern "C" fn clone(
     child: *mut c_int,
 ) -> c_int {
     if flags & libc::CLONE_VM != 0 || state::inherited().is_none() {
-        let held = Held::default();
-        keep(flags, locks::stack_below(stack.addr()), &held);
+        keep(flags, locks::stack_below(stack.addr()));
         // SAFETY: the caller's promise.
         return unsafe { later_clone(start, stack, flags, argument, parent, tls, child) };
     }
@@ -235,8 +228,7 @@ pub(crate) unsafe extern "C" fn clone3_shares(args: usize, bytes: usize) -> bool
     let shares = args.flags & libc::CLONE_VM as u64 != 0;
     let stack = args.stack as usize..args.stack.saturating_add(args.stack_size) as usize;
     if shares && state::is_remote(stack.start, stack.len()) {
-        let flags = args.flags as c_int & !libc::CLONE_VFORK;
-        keep(flags, Some(stack), &Held::default());
+        keep(args.flags as c_int, Some(stack));
     }
     shares
 }

@@ -7,7 +7,7 @@
 use std::{
     ffi::{c_int, c_uint, c_void},
     ops::Range,
-    ptr::NonNull,
+    ptr::{self, NonNull},
     slice,
     sync::atomic::{AtomicI32, Ordering},
 };
@@ -411,28 +411,38 @@ const STACK_BYTES: usize = 256 << 10;
 /// Most bytes of a stack that are looked through for its lower end.
 const STACK_MAX: usize = 8 << 20;
 
-/// Returns the addresses of a remote stack that ends at `top`, as far as its lower end can be told:
-/// it is the beginning of a block of `heap.rs`.
+/// Returns the addresses of a remote stack that ends at `top`. Its lower end is the beginning of a
+/// block of `heap.rs`, if that can be told, and else where allocated memory begins, at most
+/// [`STACK_BYTES`] below.
 pub(crate) fn stack_below(top: usize) -> Option<Range<usize>> {
     let last = top.checked_sub(1)?;
     if !state::is_remote(last, 1) {
         return None;
     }
-    let known = state::get().and_then(|state| {
-        let lowest = state
-            .arena
-            .addresses()
-            .start
-            .max(top.saturating_sub(STACK_MAX));
-        let pages = (lowest..top).step_by(KERNEL_PAGE_BYTES).len();
-        let page = last & !(KERNEL_PAGE_BYTES - 1);
-        let mut starts = (0..pages).map(|below| page - below * KERNEL_PAGE_BYTES);
-        let start = starts.find(|&start| made::holds(start))?;
-        let bytes = state.arena.usable_bytes(NonNull::new(start as *mut u8)?)?;
-        (start + bytes >= top).then_some(start)
-    });
-    let start = known.unwrap_or(top.saturating_sub(STACK_BYTES));
-    Some(start..top)
+    let page = last & !(KERNEL_PAGE_BYTES - 1);
+    let pages_below = |lowest: usize| (lowest..=page).rev().step_by(KERNEL_PAGE_BYTES);
+    if let Some(part) = state::statics().iter().find(|part| part.contains(&last)) {
+        return Some(part.start.max(top.saturating_sub(STACK_BYTES))..top);
+    }
+    let Some(state) = state::get() else {
+        return Some(page..top);
+    };
+    let addresses = state.arena.addresses();
+    let known = pages_below(addresses.start.max(top.saturating_sub(STACK_MAX)))
+        .find(|&start| made::holds(start))
+        .filter(|&start| {
+            let bytes = NonNull::new(ptr::with_exposed_provenance_mut(start))
+                .and_then(|start| state.arena.usable_bytes(start));
+            bytes.is_some_and(|bytes| start + bytes >= top)
+        });
+    let allocated = || {
+        let _inside = Inside::enter();
+        let is_allocated = |page: &usize| state.arena.is_allocated(*page..*page + 1);
+        pages_below(addresses.start.max(top.saturating_sub(STACK_BYTES)))
+            .take_while(is_allocated)
+            .last()
+    };
+    Some(known.or_else(allocated).unwrap_or(page)..top)
 }
 
 /// Pins the stack of a thread or process that the program makes, until the stack is freed. Writes a
@@ -458,7 +468,9 @@ fn pin_stack(address: *const c_void, bytes: usize) -> bool {
         Some((state, addresses, true)) => Some(pins(state, &addresses)),
         _ => None,
     });
-    pinned.is_none_or(|pinned| pinned.is_ok())
+    // Remote memory that is not all allocated, or in a child made by `fork`, is not pinned.
+    let is_local = || !state::is_remote(address as usize, bytes);
+    pinned.map_or_else(is_local, |pinned| pinned.is_ok())
 }
 
 /// Returns the C library's `makecontext`, after the context's stack has been pinned.
@@ -472,7 +484,7 @@ extern "C" fn next_makecontext(context: *const libc::ucontext_t) -> *mut c_void 
             "a coroutine's stack cannot be pinned: a signal there may end the program; raise --budget, or use --fillers",
         );
     }
-    MAKECONTEXT.get().unwrap_or(std::ptr::null_mut())
+    MAKECONTEXT.get().unwrap_or(ptr::null_mut())
 }
 
 /// `makecontext`. A remote stack is pinned.

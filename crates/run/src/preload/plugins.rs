@@ -120,7 +120,8 @@ pub(crate) unsafe extern "C" fn dlvsym(
     )
 }
 
-/// Returns the function that looks `name` up with a version, as [`by`].
+/// Returns the function that looks `name` up with a version, as [`by`]. Names of the allocator are
+/// looked up from here whoever asks: all that has such a version is the C library.
 unsafe extern "C" fn by_version(
     handle: *mut c_void,
     name: *const c_char,
@@ -128,12 +129,14 @@ unsafe extern "C" fn by_version(
 ) -> *mut c_void {
     // SAFETY: the program's promise.
     let found = unsafe { by(handle, name, caller) };
+    // SAFETY: as above.
+    let is_ours = || ours(unsafe { CStr::from_ptr(name) }).is_some();
     let next = DLVSYM.get().unwrap_or(ptr::null_mut());
-    if found == dlsym_of_library as *mut c_void && !next.is_null() {
-        return dlvsym_of_library as *mut c_void;
+    if found == dlsym_of_ours as *mut c_void || next.is_null() {
+        return found;
     }
-    match found == dlsym_of_ours as *mut c_void {
-        true => found,
+    match found == dlsym_of_library as *mut c_void || is_ours() {
+        true => dlvsym_of_library as *mut c_void,
         false => next,
     }
 }

@@ -301,6 +301,60 @@ static void lists(int round) {
     munmap(here, 4 * PAGE);
 }
 
+/* Memory beside what calls are about cannot be read. */
+static void guarded(int round) {
+    char *at = mmap(NULL, MIB, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    CHECK(at != MAP_FAILED);
+    memset(at, 1, MIB);
+    CHECK(mprotect(at + 2 * PAGE, PAGE, PROT_NONE) == 0);
+    struct sock_filter *filter = (void *)(at + 128);
+    *filter = (struct sock_filter)BPF_STMT(BPF_RET | BPF_K, 7);
+    struct sock_fprog program = {1, filter};
+    int fd = socket(AF_INET, SOCK_DGRAM, 0), ends[2], status, *bytes = (int *)(at + 256);
+    CHECK(fd >= 0 && pipe(ends) == 0 && write(ends[1], "abc", 3) == 3);
+    settle();
+    pid_t child = fork();
+    if (child == 0) {
+        int set = setsockopt(fd, SOL_SOCKET, SO_ATTACH_FILTER, &program, sizeof program);
+        _exit(set || ioctl(ends[0], FIONREAD, bytes) || *bytes != 3);
+    }
+    CHECK(waitpid(child, &status, 0) == child);
+    told(round, "child", status);
+    char here[2 * PAGE];
+    struct iovec own = {here, 2 * PAGE}, other = {at + PAGE, 2 * PAGE};
+    settle();
+    told(round, "up to the guard", process_vm_readv(getpid(), &own, 1, &other, 1, 0));
+    settle();
+    told(round, "thread", process_vm_readv(syscall(SYS_gettid), &own, 1, &other, 1, 0));
+    other.iov_base = at + 2 * PAGE;
+    told(round, "the guard", process_vm_readv(getpid(), &own, 1, &other, 1, 0));
+    told(round, "to the guard", process_vm_writev(getpid(), &own, 1, &other, 1, 0));
+    munmap(at, MIB);
+    told(round, "unmapped", process_vm_readv(getpid(), &own, 1, &other, 1, 0));
+    told(round, "no list", process_vm_readv(getpid(), (void *)8, 1, &other, 1, 0));
+    close(fd), close(ends[0]), close(ends[1]);
+}
+
+/* The program has locked all that may be locked. */
+static void locked(int round) {
+    enum { BYTES = 16 * MIB, STEP = 4 * PAGE };
+    char *at = mmap(NULL, BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    CHECK(at != MAP_FAILED);
+    for (size_t done = 0; done < BYTES && !mlock(at + done, STEP);)
+        done += STEP;
+    int *bytes = block(MIB), ends[2], fd = socket(AF_INET, SOCK_STREAM, 0);
+    struct timeval *time = block(MIB);
+    time->tv_sec = 3;
+    CHECK(fd >= 0 && pipe(ends) == 0 && write(ends[1], "abc", 3) == 3);
+    settle();
+    told(round, "FIONREAD", ioctl(ends[0], FIONREAD, bytes));
+    told(round, "bytes", *bytes);
+    settle();
+    told(round, "SO_RCVTIMEO", setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, time, sizeof *time));
+    close(fd), close(ends[0]), close(ends[1]);
+    munmap(at, BYTES);
+}
+
 int main(int count, char **arguments) {
     CHECK(count == 3);
     static const struct {
@@ -309,7 +363,7 @@ int main(int count, char **arguments) {
     } cases[] = {{"interfaces", interfaces}, {"filters", filters}, {"processes", processes},
                  {"confined", confined},     {"programs", programs}, {"keys", keys},
                  {"words", words},           {"queues", queues},   {"files", files},
-                 {"lists", lists}};
+                 {"lists", lists},           {"guarded", guarded}, {"locked", locked}};
     more = strcmp(arguments[2], "large") ? 0 : 256 << 10;
     sweeps = malloc(3 * MIB);
     CHECK(sweeps);

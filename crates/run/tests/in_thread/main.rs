@@ -173,6 +173,8 @@ fn calls_find_what_their_structures_lead_to() {
         "queues",
         "files",
         "lists",
+        "guarded",
+        "locked",
     ];
     let cases = cases
         .iter()

@@ -201,6 +201,11 @@ static void end_child(void) {
 
 /* Children that share memory, and whose stacks leave while they run. */
 static void shared(void) {
+    /* Memory below the stacks of some has been given back. */
+    char *half = mmap(NULL, MIB, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    CHECK(half != MAP_FAILED);
+    memset(half, 1, MIB);
+    CHECK(munmap(half, MIB / 2) == 0);
     int flags[] = {CLONE_VM | CLONE_VFORK | SIGCHLD, CLONE_VM | SIGCHLD};
     int sizes[] = {STACK, 48 << 10, MIB / 2};
     /* Three budgets. */
@@ -230,6 +235,11 @@ static void shared(void) {
         }
 #endif
         free(stack);
+        char *end_of_low = half + MIB / 2 + (64 << 10);
+        touch_all();
+        child = clone(in_child, end_of_low, flags[round % 2], (void *)10L);
+        CHECK(child > 0 && waitpid(child, &status, __WALL) == child);
+        CHECK(WIFEXITED(status) && WEXITSTATUS(status) == (descend(10) & 63) + 1);
     }
 }
 

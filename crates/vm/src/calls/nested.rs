@@ -1,13 +1,13 @@
 //! Calls whose arguments lead to more memory by structures: `ioctl`, `setsockopt`, `keyctl`, `bpf`
-//! and their kind ([`hold`]).
+//! and their kind ([`follow`]).
 //!
-//! The kernel knows thousands of such structures. So a structure is looked through for words that
-//! are remote addresses, and what these lead to is held in memory for the length of the call. Bytes
-//! in between that happen to look like an address bring a few pages in for nothing.
+//! The kernel knows thousands of such structures. A few are known here, with the lengths of what
+//! they lead to. All others are looked through for words that are remote addresses, and a part of
+//! what these lead to is guessed: more with each try.
 //!
-//! The rule it keeps: a call that may act before it writes (an `ioctl`, for one) finds what its
-//! structure leads to at the first try. Only what lies deeper, or behind more bytes, waits for a
-//! failure of the call with `EFAULT`.
+//! The rule it keeps: all of this is for a call that has failed with `EFAULT`. Only what is known
+//! exactly is loaded, where the kernel says that it can be read. A guess brings in what is there,
+//! within bounds, and raises no fault.
 //!
 //! Memory that the kernel goes on using after the call (registered with a device, `io_submit`) is
 //! not for this file: it would have to stay for longer.
@@ -15,7 +15,7 @@
 use std::mem;
 
 use super::{
-    local::{Hold, IsRemote},
+    local::{Guesses, IsRemote, bring_in},
     pointers,
     raw::{Arguments, system_call},
 };
@@ -25,39 +25,32 @@ const WORD: usize = mem::size_of::<usize>();
 /// Words of a structure that are looked at: more than those of any structure with addresses that is
 /// no list.
 const WORDS: usize = 64;
-/// Most bytes that are held for one call.
-const HELD_MAX: usize = 4 << 20;
+/// Most bytes of an argument or of what a structure leads to that are brought in.
+const KNOWN_MAX: usize = 1 << 20;
 
-/// Distance that is followed from a call's arguments.
+/// Distance that is guessed from a call's arguments.
 #[derive(Clone, Copy)]
-pub(super) struct Reach {
-    /// Structures on the way to the last bytes that are held.
+struct Reach {
+    /// Structures on the way to the last bytes.
     depth: u32,
-    /// Bytes that are held from an address on, whose own length is unknown.
+    /// Bytes from an address on, whose own length is unknown.
     bytes: usize,
     /// True if arguments are followed that are no structures as far as is known.
     all: bool,
 }
 
 impl Reach {
-    /// Distance before the first try.
-    pub(super) const FIRST: Reach = Reach {
-        depth: 1,
-        bytes: 64 << 10,
-        all: false,
-    };
-    /// Distance after a failure.
-    pub(super) const FURTHER: Reach = Reach {
-        depth: 2,
-        bytes: 64 << 10,
-        all: true,
-    };
-    /// Distance after more failures.
-    pub(super) const FARTHEST: Reach = Reach {
-        depth: 2,
-        bytes: 1 << 20,
-        all: true,
-    };
+    /// Returns the distance after as many repetitions of a call.
+    fn after(tries: usize) -> Reach {
+        let (depth, bytes) = match tries {
+            0 => (1, KERNEL_PAGE_BYTES),
+            1 => (1, 32 << 10),
+            2 => (2, 16 << 10),
+            _ => (2, 64 << 10),
+        };
+        let all = tries > 0;
+        Reach { depth, bytes, all }
+    }
 }
 
 /// True if the call `number` leads to memory by structures.
@@ -100,6 +93,8 @@ fn structures(number: libc::c_long, args: Arguments) -> [(usize, usize); 2] {
     /// `KEYCTL_DH_COMPUTE` and `KEYCTL_INSTANTIATE_IOV`, absent from the published bindings.
     const KEYCTL_DH_COMPUTE: usize = 23;
     const KEYCTL_INSTANTIATE_IOV: usize = 20;
+    /// Length of `keyctl_kdf_params`.
+    const KDF_BYTES: usize = 56;
     let list = |at: usize, count: usize| (args[at], count.saturating_mul(VECTOR));
     match number {
         libc::SYS_ioctl => [(args[2], ioctl_bytes(args[1])), NONE],
@@ -108,7 +103,7 @@ fn structures(number: libc::c_long, args: Arguments) -> [(usize, usize); 2] {
         libc::SYS_ptrace => [list(3, 1), NONE],
         libc::SYS_keyctl => match args[0] as u32 as usize {
             KEYCTL_INSTANTIATE_IOV => [list(2, args[3]), NONE],
-            KEYCTL_DH_COMPUTE => [(args[4], WORDS * WORD), NONE],
+            KEYCTL_DH_COMPUTE => [(args[4], KDF_BYTES), NONE],
             _ => [NONE; 2],
         },
         _ => [NONE; 2],
@@ -119,91 +114,161 @@ fn structures(number: libc::c_long, args: Arguments) -> [(usize, usize); 2] {
 fn ioctl_bytes(request: usize) -> usize {
     /// Requests of network interfaces, whose structures are `ifreq` and smaller ones.
     const INTERFACES: std::ops::RangeInclusive<usize> = 0x8910..=0x89ff;
-    /// `SG_IO`, whose structure is `sg_io_hdr`; `BLKPG`, whose structure is `blkpg_ioctl_arg`.
-    const SG_IO: usize = 0x2285;
+    /// `BLKPG`, whose structure is `blkpg_ioctl_arg`.
     const BLKPG: usize = 0x1269;
     match request as u32 as usize {
         request if INTERFACES.contains(&request) => 40,
-        SG_IO => 88,
         BLKPG => 24,
         request => request >> 16 & 0x3fff,
     }
 }
 
-/// Holds what the arguments of a call lead to, as far as `reach` says. Returns the number of bytes.
-pub(super) fn hold(
+/// Returns the command of an `ioctl` that passes it on to a device, and its length. Such a request
+/// may have acted when it fails.
+pub(super) fn command(number: libc::c_long, args: Arguments) -> Option<(usize, usize)> {
+    /// `SG_IO`, and the length of `sg_io_hdr`.
+    const SG_IO: (usize, usize) = (0x2285, 88);
+    /// `SCSI_IOCTL_SEND_COMMAND` and the length of its lengths; `CDROM_SEND_PACKET` and the length
+    /// of `cdrom_generic_command`.
+    const SCSI_SEND: (usize, usize) = (1, 8);
+    const CDROM_SEND: (usize, usize) = (0x5393, 64);
+    /// `HDIO_DRIVE_TASKFILE`, `HDIO_DRIVE_TASK` and `HDIO_DRIVE_CMD`, and the length of registers.
+    const DRIVE: std::ops::RangeInclusive<usize> = 0x31d..=0x31f;
+    const DRIVE_BYTES: usize = 4;
+    /// Kinds of the requests of NVMe (`N`) and MMC, whose numbers tell the length.
+    const NVME: usize = 0x4e;
+    const MMC: usize = 0xb3;
+    let request = args[1] as u32 as usize;
+    let bytes = match request {
+        _ if number != libc::SYS_ioctl => None,
+        _ if request == SG_IO.0 => Some(SG_IO.1),
+        _ if request == SCSI_SEND.0 => Some(SCSI_SEND.1),
+        _ if request == CDROM_SEND.0 => Some(CDROM_SEND.1),
+        _ if DRIVE.contains(&request) => Some(DRIVE_BYTES),
+        _ if [NVME, MMC].contains(&(request >> 8 & 0xff)) => Some(ioctl_bytes(request)),
+        _ => None,
+    };
+    bytes.map(|bytes| (args[2], bytes))
+}
+
+/// Returns memory of a call whose length is known, and that may be longer than a page.
+fn known(number: libc::c_long, args: Arguments) -> Option<(usize, usize)> {
+    const KEYCTL_READ: usize = 11;
+    /// `SO_ATTACH_REUSEPORT_CBPF`, absent from the published bindings.
+    const SO_ATTACH_REUSEPORT_CBPF: usize = 51;
+    /// Length of a statement of a filter.
+    const STATEMENT: usize = 8;
+    const SIOCGIFCONF: usize = 0x8912;
+    let [first, second, third, fourth, ..] = args;
+    let is_filter = |name: usize| {
+        let name = name as u32 as usize;
+        name == libc::SO_ATTACH_FILTER as usize || name == SO_ATTACH_REUSEPORT_CBPF
+    };
+    match number {
+        libc::SYS_setxattr
+        | libc::SYS_lsetxattr
+        | libc::SYS_fsetxattr
+        | libc::SYS_getxattr
+        | libc::SYS_lgetxattr
+        | libc::SYS_fgetxattr
+        | libc::SYS_add_key => Some((third, fourth)),
+        libc::SYS_keyctl if first as u32 as usize == KEYCTL_READ => Some((third, fourth)),
+        libc::SYS_msgsnd | libc::SYS_msgrcv => Some((second, third.saturating_add(WORD))),
+        libc::SYS_setsockopt if second == libc::SOL_SOCKET as usize && is_filter(third) => {
+            let [statements, at, ..] = Words::read(fourth, 2 * WORD).words;
+            Some((at, statements as u16 as usize * STATEMENT))
+        }
+        libc::SYS_ioctl if second as u32 as usize == SIOCGIFCONF => {
+            let [bytes, at, ..] = Words::read(third, 2 * WORD).words;
+            Some((at, bytes as u32 as usize))
+        }
+        _ => None,
+    }
+}
+
+/// Brings in what the arguments of a call lead to, as far as its `tries` tell. Returns true if some
+/// of that is remote.
+pub(super) fn follow(
     number: libc::c_long,
     args: Arguments,
     is_remote: IsRemote<'_>,
-    hold: Hold<'_>,
-    reach: Reach,
-) -> usize {
+    guesses: Guesses<'_>,
+    tries: usize,
+) -> bool {
+    let reach = Reach::after(tries);
+    let structures = structures(number, args);
+    for (at, bytes) in structures {
+        bring_in(at, bytes.min(KNOWN_MAX), is_remote);
+    }
     let mut walk = Walk {
         is_remote,
-        hold,
+        guesses,
         reach,
-        left: HELD_MAX,
+        left: guesses.max_bytes,
+        leads: false,
     };
-    for (at, bytes) in structures(number, args) {
+    if let Some((at, bytes)) = known(number, args).filter(|&(at, bytes)| is_remote(at, bytes)) {
+        bring_in(at, bytes.min(KNOWN_MAX), is_remote);
+        walk.leads = true;
+    }
+    for (at, bytes) in structures {
         walk.structure(at, bytes, reach.depth);
     }
     if reach.all {
         let depth = if leads(number) { reach.depth } else { 0 };
         for at in pointers::of(number, args) {
-            walk.keep(at, reach.bytes);
+            walk.guess(at, reach.bytes);
             walk.structure(at, WORDS * WORD, depth);
         }
     }
-    HELD_MAX - walk.left
+    walk.leads
 }
 
-/// A walk through the memory that a call leads to.
+/// Walk through the memory that a call leads to.
 struct Walk<'a> {
     is_remote: IsRemote<'a>,
-    hold: Hold<'a>,
+    guesses: Guesses<'a>,
     reach: Reach,
-    /// Bytes that may still be held.
+    /// Bytes that may still be guessed.
     left: usize,
+    /// True if remote memory was met.
+    leads: bool,
 }
 
 impl Walk<'_> {
-    /// Holds the remote bytes at an address, within the walk's bound.
-    fn keep(&mut self, at: usize, bytes: usize) {
-        let bytes = bytes.min(self.left);
-        if (self.is_remote)(at, bytes) {
-            (self.hold)(at, bytes);
+    /// Brings in the remote bytes at an address, within the walk's bound.
+    fn guess(&mut self, at: usize, bytes: usize) {
+        if (self.is_remote)(at, 1) {
+            let bytes = bytes.min(self.left);
+            (self.guesses.fetch)(at, bytes);
             self.left -= bytes;
+            self.leads = true;
         }
     }
 
-    /// Holds a structure, and what its words lead to.
+    /// Brings in what the words of a structure lead to.
     fn structure(&mut self, at: usize, bytes: usize, depth: u32) {
         if bytes == 0 || depth == 0 {
             return;
         }
-        self.keep(at, bytes);
+        self.leads |= (self.is_remote)(at, bytes);
         let words = Words::read(at, bytes);
-        for (word, next) in words.remote(self.is_remote) {
-            // A length often follows an address.
-            let bytes = match next {
-                1..=HELD_MAX => next.max(self.reach.bytes),
-                _ => self.reach.bytes,
-            };
-            self.keep(word, bytes);
+        for word in words.remote(self.is_remote) {
+            self.guess(word, self.reach.bytes);
             self.structure(word, WORDS * WORD, depth - 1);
         }
     }
 }
 
-/// The first words of a structure.
-struct Words {
-    words: [usize; WORDS],
+/// First words of a structure. Those that cannot be read are 0.
+pub(super) struct Words {
+    pub(super) words: [usize; WORDS],
     count: usize,
 }
 
 impl Words {
     /// Reads at most `bytes` bytes. Memory that cannot be read has no words.
-    fn read(at: usize, bytes: usize) -> Words {
+    pub(super) fn read(at: usize, bytes: usize) -> Words {
         let bytes = bytes.min(WORDS * WORD);
         let mut read = Words {
             words: [0; WORDS],
@@ -225,14 +290,10 @@ impl Words {
         read
     }
 
-    /// Returns the words that are remote addresses, each with the word behind it.
-    fn remote<'a>(&'a self, is_remote: IsRemote<'a>) -> impl Iterator<Item = (usize, usize)> + 'a {
-        let words = &self.words[..self.count];
-        let next = words.iter().skip(1).chain(std::iter::once(&0));
-        let pairs = words.iter().zip(next);
-        pairs
-            .filter(move |&(&word, _)| is_remote(word, 1))
-            .map(|(&word, &next)| (word, next))
+    /// Returns the words that are remote addresses.
+    fn remote<'a>(&'a self, is_remote: IsRemote<'a>) -> impl Iterator<Item = usize> + 'a {
+        let words = self.words[..self.count].iter().copied();
+        words.filter(move |&word| is_remote(word, 1))
     }
 }
 
@@ -242,54 +303,73 @@ mod tests {
 
     use super::*;
 
-    /// Returns what a call holds if `remote` is all that is remote, by offsets and lengths.
-    fn held(
+    /// Returns what is guessed for a call if `remote` is all that is remote, by offsets and
+    /// lengths.
+    fn guessed(
         number: libc::c_long,
         args: Arguments,
         remote: &[u64],
-        reach: Reach,
+        tries: usize,
     ) -> Vec<(usize, usize)> {
         let start = remote.as_ptr().expose_provenance();
         let end = start + mem::size_of_val(remote);
         let is_remote = |at: usize, bytes: usize| bytes > 0 && (start..end).contains(&at);
-        let held = RefCell::new(Vec::new());
-        let note = |at: usize, bytes: usize| held.borrow_mut().push((at - start, bytes));
-        let bytes = hold(number, args, &is_remote, &note, reach);
-        let held = held.into_inner();
-        assert_eq!(bytes, held.iter().map(|(_, bytes)| bytes).sum::<usize>());
-        held
+        let guessed = RefCell::new(Vec::new());
+        let guesses = Guesses {
+            fetch: &|at, bytes| guessed.borrow_mut().push((at - start, bytes)),
+            max_bytes: GUESSED_MAX,
+        };
+        let leads = follow(number, args, &is_remote, guesses, tries);
+        let guessed = guessed.into_inner();
+        assert!(leads || guessed.is_empty());
+        guessed
     }
 
+    const GUESSED_MAX: usize = 256 << 10;
+
     #[test]
-    fn structures_are_held_with_what_their_words_lead_to() {
+    fn guesses_go_where_the_words_of_a_structure_lead() {
         let mut remote = vec![0_u64; 1000];
         let start = remote.as_ptr().expose_provenance();
         remote[500] = start as u64 + 7200;
         let local = [3, start + 4000, 100 << 10, 5];
         // A request of 32 bytes.
         let args = [1, 0xc020_4500, local.as_ptr().expose_provenance(), 0, 0, 0];
-        let first = held(libc::SYS_ioctl, args, &remote, Reach::FIRST);
-        assert_eq!(first, [(4000, 100 << 10)]);
-        let further = held(libc::SYS_ioctl, args, &remote, Reach::FURTHER);
-        assert!(further.contains(&(7200, 64 << 10)), "{further:?}");
+        let first = guessed(libc::SYS_ioctl, args, &remote, 0);
+        assert_eq!(first, [(4000, KERNEL_PAGE_BYTES)]);
+        let further = guessed(libc::SYS_ioctl, args, &remote, 3);
+        assert_eq!(further, [(4000, 64 << 10), (7200, 64 << 10)]);
         // The structure itself is remote.
         let args = [1, 0xc020_4500, start + 4000, 0, 0, 0];
-        let first = held(libc::SYS_ioctl, args, &remote, Reach::FIRST);
-        assert_eq!(first, [(4000, 32), (7200, 64 << 10)]);
+        let first = guessed(libc::SYS_ioctl, args, &remote, 0);
+        assert_eq!(first, [(7200, KERNEL_PAGE_BYTES)]);
         // An argument that is a number, and memory that is not there.
         for at in [1, 1 << 60] {
             let args = [1, 0xc020_4500, at, 0, 0, 0];
-            assert_eq!(held(libc::SYS_ioctl, args, &remote, Reach::FIRST), []);
+            assert_eq!(guessed(libc::SYS_ioctl, args, &remote, 3), []);
         }
     }
 
     #[test]
-    fn no_call_holds_more_than_its_bound() {
+    fn no_call_guesses_more_than_its_bound() {
         let mut remote = vec![0_u64; 64 * 64];
         let start = remote.as_ptr().expose_provenance();
         remote.fill(start as u64);
         let args = [0, start, 0, 0, 0, 0];
-        let all = held(libc::SYS_bpf, args, &remote, Reach::FARTHEST);
-        assert_eq!(all.iter().map(|(_, bytes)| bytes).sum::<usize>(), HELD_MAX);
+        let all = guessed(libc::SYS_bpf, args, &remote, 3);
+        let bytes = all.iter().map(|(_, bytes)| bytes).sum::<usize>();
+        assert_eq!(bytes, GUESSED_MAX);
+    }
+
+    #[test]
+    fn requests_that_pass_commands_on_are_known() {
+        const SG_IO: usize = 0x2285;
+        const NVME_IOCTL_ADMIN_CMD: usize = 0xc048_4e41;
+        const FIONREAD: usize = 0x541b;
+        let of = |number, request| command(number, [3, request, 4096, 0, 0, 0]);
+        assert_eq!(of(libc::SYS_ioctl, SG_IO), Some((4096, 88)));
+        assert_eq!(of(libc::SYS_ioctl, NVME_IOCTL_ADMIN_CMD), Some((4096, 72)));
+        assert_eq!(of(libc::SYS_ioctl, FIONREAD), None);
+        assert_eq!(of(libc::SYS_setsockopt, SG_IO), None);
     }
 }

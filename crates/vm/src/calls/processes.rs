@@ -1,16 +1,23 @@
 //! Memory of processes: `process_vm_readv` and `process_vm_writev`.
 //!
-//! The rule it keeps: the kernel sees a local buffer in place of the caller's own memory. What the
-//! call names in another process is the kernel's to find. What it names in this process, in remote
-//! memory, is copied here, because the kernel would not find absent pages.
+//! The rule it keeps: the kernel copies, and says what cannot be copied. Where it has stopped at an
+//! absent page of this process, the page is brought in, and the copy goes on.
 
-use std::{mem, ptr, slice};
+use std::{mem, ops::RangeInclusive};
 
 use super::{
-    local::{Buffers, IsRemote, PIECE_BYTES},
+    local::{IsRemote, bring_in},
+    nested::Words,
     raw::{Arguments, system_call},
-    transfer::{BUFFERS_MAX, TransferPlan, error, pull, push},
+    transfer::BUFFERS_MAX,
 };
+use crate::sys::KERNEL_PAGE_BYTES;
+
+/// Numbers of buffers of a list.
+const COUNTS: RangeInclusive<usize> = 1..=BUFFERS_MAX;
+const ENTRY: usize = mem::size_of::<libc::iovec>();
+/// Number of tries for a piece of a page, which may leave in between.
+const TRIES: usize = 200;
 
 /// True if the call `number` is one of these.
 pub(super) const fn has_lists(number: libc::c_long) -> bool {
@@ -20,140 +27,111 @@ pub(super) const fn has_lists(number: libc::c_long) -> bool {
     )
 }
 
-/// The lists of a call.
-struct Lists<'a> {
-    /// Memory of the caller.
-    own: Buffers<'a>,
-    /// Memory of the process that the call names.
-    others: Buffers<'a>,
-    /// Id of that process.
-    process: usize,
+/// Place in a list of buffers.
+struct Cursor {
+    /// Address of the entry of the next buffer, and the number of entries from there on.
+    next: usize,
+    left: usize,
+    /// Rest of the current buffer.
+    at: usize,
+    bytes: usize,
 }
 
-impl Lists<'_> {
-    /// Returns the lists. `None`: the call is another one, or its lists are none that the kernel
-    /// takes.
-    ///
-    /// # Safety
-    /// As [`super::call`].
-    unsafe fn of<'a>(number: libc::c_long, args: Arguments) -> Option<Lists<'a>> {
-        let [process, own, own_count, others, others_count, flags] = args;
-        let list = |at: usize, count: usize| {
-            let is_list = at != 0 && (1..=BUFFERS_MAX).contains(&count) && flags == 0;
-            // SAFETY: the caller's promise: the call may read as many there.
-            is_list.then(|| Buffers(unsafe { slice::from_raw_parts(at as *const _, count) }))
+impl Cursor {
+    /// Returns the place behind `skipped` bytes of a list.
+    fn new(list: usize, count: usize, skipped: usize) -> Cursor {
+        let mut cursor = Cursor {
+            next: list,
+            left: count,
+            at: 0,
+            bytes: 0,
         };
-        if !has_lists(number) {
-            return None;
+        let mut skipped = skipped;
+        while skipped > 0 && cursor.is_there() {
+            let step = skipped.min(cursor.bytes);
+            cursor.skip(step);
+            skipped -= step;
         }
-        Some(Lists {
-            own: list(own, own_count)?,
-            others: list(others, others_count)?,
-            process,
-        })
+        cursor
     }
 
-    /// True if the process that the call names is this one.
-    fn are_ours(&self) -> bool {
-        // SAFETY: asks only.
-        self.process as libc::pid_t == unsafe { libc::getpid() }
-    }
-
-    fn are_remote(&self, is_remote: IsRemote<'_>) -> bool {
-        let is_list_remote =
-            |list: Buffers<'_>| is_remote(list.0.as_ptr() as usize, mem::size_of_val(list.0));
-        is_list_remote(self.own)
-            || is_list_remote(self.others)
-            || self.own.are_remote(is_remote)
-            || self.are_ours() && self.others.are_remote(is_remote)
-    }
-
-    /// Moves bytes between `local` and the other memory, `at` bytes behind its beginning. Returns
-    /// their number: fewer than `bytes` at the end of that memory, or of what can be read.
-    ///
-    /// # Safety
-    /// As [`super::call`]; `local` has `bytes` bytes.
-    unsafe fn transfer(
-        &self,
-        number: libc::c_long,
-        local: *mut u8,
-        bytes: usize,
-        at: usize,
-        is_remote: IsRemote<'_>,
-    ) -> isize {
-        let (mut moved, mut failed) = (0, None);
-        self.others.parts(at, bytes, |other, done, part| {
-            // A part that was cut short ends the call.
-            if moved < done || failed.is_some() {
-                return;
-            }
-            let local = local.wrapping_add(done);
-            if self.are_ours() && is_remote(other as usize, part) {
-                let (from, to) = match number {
-                    libc::SYS_process_vm_readv => (other, local),
-                    _ => (local, other),
-                };
-                // SAFETY: this function's contract; `local` is nobody else's.
-                unsafe { ptr::copy_nonoverlapping(from, to, part) };
-                moved += part;
-                return;
-            }
-            let (local, other) = ([local as usize, part], [other as usize, part]);
-            let (own, others) = (local.as_ptr() as usize, other.as_ptr() as usize);
-            // SAFETY: this function's contract.
-            let result = unsafe { system_call(number, [self.process, own, 1, others, 1, 0]) };
-            match result {
-                0.. => moved += result as usize,
-                _ => failed = Some(result),
-            }
-        });
-        match failed {
-            Some(error) if moved == 0 => error,
-            _ => moved as isize,
+    /// Goes to the next byte. Returns false at the end of the list.
+    fn is_there(&mut self) -> bool {
+        while self.bytes == 0 && self.left > 0 {
+            [self.at, self.bytes, ..] = Words::read(self.next, ENTRY).words;
+            self.next += ENTRY;
+            self.left -= 1;
         }
+        self.bytes > 0
+    }
+
+    /// Returns the bytes of the current buffer up to the end of their page.
+    fn piece(&self) -> usize {
+        self.bytes
+            .min(KERNEL_PAGE_BYTES - self.at % KERNEL_PAGE_BYTES)
+    }
+
+    fn skip(&mut self, bytes: usize) {
+        self.at = self.at.wrapping_add(bytes);
+        self.bytes -= bytes;
     }
 }
 
-/// True if a call's memory is remote, as far as it lies in this process.
-///
-/// # Safety
-/// As [`super::call`].
-pub(super) unsafe fn are_remote(
-    number: libc::c_long,
-    args: Arguments,
-    is_remote: IsRemote<'_>,
-) -> bool {
-    // SAFETY: the caller's promise.
-    unsafe { Lists::of(number, args) }.is_some_and(|lists| lists.are_remote(is_remote))
+/// True if a process or thread is of this process.
+fn is_ours(process: usize) -> bool {
+    // SAFETY: a signal of number 0 is none.
+    unsafe {
+        let this = libc::getpid() as usize;
+        process as libc::pid_t == this as libc::pid_t
+            || system_call(libc::SYS_tgkill, [this, process, 0, 0, 0, 0]) == 0
+    }
 }
 
-/// Makes a call. `None`: the call is another one, or has no remote part.
+/// Goes on with a call that the kernel has answered with `first`.
 ///
 /// # Safety
 /// As [`super::call`].
-pub(super) unsafe fn call(
+pub(super) unsafe fn complete(
     number: libc::c_long,
     args: Arguments,
+    first: isize,
     is_remote: IsRemote<'_>,
-) -> Option<isize> {
-    // SAFETY: the caller's promise.
-    let lists = unsafe { Lists::of(number, args) }?;
-    if !lists.are_remote(is_remote) {
-        return None;
+) -> isize {
+    let [process, own, own_count, others, others_count, flags] = args;
+    let is_refused = first < 0 && first != -(libc::EFAULT as isize);
+    if is_refused || flags != 0 || !COUNTS.contains(&own_count) || !COUNTS.contains(&others_count) {
+        return first;
     }
-    let Some(bytes) = lists.own.bytes() else {
-        return Some(error(libc::EINVAL));
-    };
-    let plan = TransferPlan {
-        piece: PIECE_BYTES.min(bytes),
-        goes_on: true,
-    };
-    // SAFETY: the caller's promise; the local buffer is the call's own.
-    Some(unsafe {
-        let transfer = |local, piece, done| lists.transfer(number, local, piece, done, is_remote);
-        match number {
-            libc::SYS_process_vm_readv => pull(lists.own, plan, transfer),
-            _ => push(lists.own, plan, transfer),
+    bring_in(own, own_count * ENTRY, is_remote);
+    bring_in(others, others_count * ENTRY, is_remote);
+    let mut moved = first.max(0) as usize;
+    let mut own = Cursor::new(own, own_count, moved);
+    let mut others = Cursor::new(others, others_count, moved);
+    let (mut tries, mut was_absent, is_ours) = (0, true, is_ours(process));
+    while tries < TRIES && own.is_there() && others.is_there() {
+        let bytes = own.piece().min(others.piece());
+        let (here, there) = ([own.at, bytes], [others.at, bytes]);
+        let lists = [&here, &there].map(|list| list.as_ptr().expose_provenance());
+        // SAFETY: the caller's promise, for a part of the call.
+        let result = unsafe { system_call(number, [process, lists[0], 1, lists[1], 1, 0]) };
+        if result > 0 {
+            own.skip(result as usize);
+            others.skip(result as usize);
+            moved += result as usize;
+            (tries, was_absent) = (0, true);
+            continue;
         }
-    })
+        // Another thread may have brought a page in since the kernel looked: one more try.
+        let is_absent =
+            bring_in(own.at, bytes, is_remote) | (is_ours && bring_in(others.at, bytes, is_remote));
+        if !is_absent && !was_absent {
+            break;
+        }
+        was_absent = is_absent;
+        tries += 1;
+    }
+    match moved {
+        0 => first,
+        _ => moved as isize,
+    }
 }

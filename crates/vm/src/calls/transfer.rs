@@ -69,7 +69,7 @@ pub(super) struct TransferPlan {
     /// Most bytes that move at once.
     pub(super) piece: usize,
     /// True if the transfer goes on after a whole piece.
-    pub(super) goes_on: bool,
+    goes_on: bool,
 }
 
 impl TransferPlan {
