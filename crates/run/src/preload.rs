@@ -22,8 +22,8 @@
 //! 3. `state.rs`: the runtime, the arena and the options;
 //! 4. what begins and ends with these: `local.rs`, `made.rs`, `family.rs`, `limits.rs` (set by the
 //!    program), `descriptors.rs`, `share.rs`, `exec.rs`, `report.rs`, `statics.rs`,
-//!    `thread_stacks.rs`, `small.rs` (the allocator of small requests), `guesses.rs` and `filter.rs`
-//!    (the system calls that in-thread faults need);
+//!    `thread_stacks.rs`, `small.rs` (the allocator of small requests), `guesses.rs` and
+//!    `filter.rs` (the system calls that in-thread faults need);
 //! 5. `arena.rs`, which begins them all, and makes the arena at the first large request;
 //! 6. memory of the arena: `mappings.rs` (the map of its addresses), `locks.rs`, `protect.rs`,
 //!    `allocate.rs`, `jemalloc.rs` and `foreign.rs`;

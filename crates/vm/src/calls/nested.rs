@@ -216,7 +216,8 @@ pub(super) fn follow(
     }
     if reach.all {
         let depth = if leads(number) { reach.depth } else { 0 };
-        for at in pointers::of(number, args) {
+        let is_known = |at: usize| structures.iter().any(|it| it.0 == at && it.1 > 0);
+        for at in pointers::of(number, args).filter(|&at| !is_known(at)) {
             walk.guess(at, reach.bytes);
             walk.structure(at, WORDS * WORD, depth);
         }
