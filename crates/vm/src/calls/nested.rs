@@ -216,10 +216,12 @@ pub(super) fn follow(
     }
     if reach.all {
         let depth = if leads(number) { reach.depth } else { 0 };
-        let is_known = |at: usize| structures.iter().any(|it| it.0 == at && it.1 > 0);
-        for at in pointers::of(number, args).filter(|&at| !is_known(at)) {
+        for at in pointers::of(number, args) {
+            // An array may follow a structure.
             walk.guess(at, reach.bytes);
-            walk.structure(at, WORDS * WORD, depth);
+            if !structures.iter().any(|it| it.0 == at && it.1 > 0) {
+                walk.structure(at, WORDS * WORD, depth);
+            }
         }
     }
     walk.leads
