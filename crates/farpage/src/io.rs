@@ -54,7 +54,7 @@ pub unsafe fn system_call(number: libc::c_long, arguments: [usize; 6]) -> io::Re
     let is_remote =
         |at: usize, bytes: usize| bytes > 0 && sigbus::serves(at..at.saturating_add(bytes));
     // SAFETY: the caller's promise.
-    let result = unsafe { calls::call(number, arguments, &is_remote) };
+    let result = unsafe { calls::call(number, arguments, &is_remote, calls::Guesses::NONE) };
     usize::try_from(result).map_err(|_| io::Error::from_raw_os_error(-result as i32))
 }
 

@@ -16,14 +16,14 @@
 //! Its files lie in layers. A file imports lower layers, and files of its own layer:
 //!
 //! 1. this file: threads that are inside, and lines to the user;
-//! 2. what knows no arena: `next.rs` (the next library's functions), `environment.rs`,
-//!    `seccomp.rs`, `destructors.rs`, `code.rs`, and the program's `signals.rs`,
-//!    `old_signals.rs` and `signal_stack.rs`;
+//! 2. what knows no arena: `next.rs` and `symbols.rs` (the next library's functions),
+//!    `environment.rs`, `seccomp.rs`, `destructors.rs`, `code.rs`, `mixed.rs` (programs that define
+//!    `free` alone), and the program's `signals.rs`, `old_signals.rs` and `signal_stack.rs`;
 //! 3. `state.rs`: the runtime, the arena and the options;
 //! 4. what begins and ends with these: `local.rs`, `made.rs`, `family.rs`, `limits.rs` (set by the
 //!    program), `descriptors.rs`, `share.rs`, `exec.rs`, `report.rs`, `statics.rs`,
-//!    `thread_stacks.rs`, `small.rs` (the allocator of small requests), and `filter.rs` (the system
-//!    calls that in-thread faults need);
+//!    `thread_stacks.rs`, `small.rs` (the allocator of small requests), `guesses.rs` and
+//!    `filter.rs` (the system calls that in-thread faults need);
 //! 5. `arena.rs`, which begins them all, and makes the arena at the first large request;
 //! 6. memory of the arena: `mappings.rs` (the map of its addresses), `locks.rs`, `protect.rs`,
 //!    `allocate.rs`, `jemalloc.rs` and `foreign.rs`;
@@ -62,6 +62,8 @@ mod family;
 mod filter;
 #[path = "preload/foreign.rs"]
 mod foreign;
+#[path = "preload/guesses.rs"]
+mod guesses;
 #[path = "preload/heap.rs"]
 mod heap;
 #[path = "preload/jemalloc.rs"]
@@ -80,6 +82,8 @@ mod made;
 mod mappings;
 #[path = "preload/maps.rs"]
 mod maps;
+#[path = "preload/mixed.rs"]
+mod mixed;
 #[path = "preload/next.rs"]
 mod next;
 #[path = "preload/old_signals.rs"]
@@ -119,6 +123,8 @@ mod starts;
 mod state;
 #[path = "preload/statics.rs"]
 mod statics;
+#[path = "preload/symbols.rs"]
+mod symbols;
 #[path = "preload/thread_stacks.rs"]
 mod thread_stacks;
 

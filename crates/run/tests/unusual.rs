@@ -309,6 +309,40 @@ fn library_behind_ours_finds_what_it_frees_with_and_what_it_stands_before() {
     }
 }
 
+/// Runs programs that define a function of the allocator alone, at random addresses and at fixed
+/// ones. A line says what stays local where blocks of ours would reach the C library.
+#[test]
+fn program_with_a_part_of_an_allocator_runs() {
+    if !can_run(&[GCC]) {
+        return;
+    }
+    for (part, is_named) in [("FREE", true), ("REALLOC", true), ("MALLOC", false)] {
+        for place in ["-pie", "-no-pie"] {
+            let folder = tempfile::tempdir().expect("a folder");
+            let define = format!("-D{part}");
+            let options = ["-O0", "-fno-builtin", "-fPIC", place, &define];
+            let program = compile(folder.path(), "alone", &options).expect("a C program");
+            let path = program.to_str().unwrap();
+            let plain = output(&mut Command::new(path));
+            assert!(plain.status.success());
+            for mode in modes() {
+                for small in ["auto", "yes"] {
+                    let options = [&["--small", small], *mode].concat();
+                    let ended = output(&mut command(&options, &[path]));
+                    let all = format!("{part} {place} {options:?}: {}", said(&ended));
+                    assert_eq!(text(&ended.stdout), text(&plain.stdout), "{all}");
+                    assert!(ended.status.success(), "{all}");
+                    assert_eq!(
+                        all.contains("by malloc and its kind stays local"),
+                        is_named,
+                        "{all}"
+                    );
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn debugger_reads_memory_that_it_brings_in() {
     let test = "debugger_reads_memory_that_it_brings_in";

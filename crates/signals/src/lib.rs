@@ -98,6 +98,42 @@ impl SignalGuard {
     }
 }
 
+/// Signals by which users end a process.
+const ENDING: [i32; 4] = [libc::SIGHUP, libc::SIGINT, libc::SIGQUIT, libc::SIGTERM];
+
+impl SignalGuard {
+    /// Calls `wait` with those signals let in that end the process and that the program neither
+    /// handles nor holds back. No handler runs, so that this thread may hold something, unless
+    /// another thread sets a handler meanwhile.
+    pub fn wait_mortal<T>(&self, wait: impl FnOnce() -> T) -> T {
+        let endings = ENDING.into_iter().filter(|&signal| is_default(signal));
+        let set = endings.fold(0, |set, signal| set | 1 << (signal - 1)) & !BEFORE.get();
+        exchange(libc::SIG_UNBLOCK, &set);
+        let waited = wait();
+        exchange(libc::SIG_BLOCK, &set);
+        waited
+    }
+}
+
+/// True if the kernel acts on a signal by itself. Asks the kernel by number, as [`exchange`].
+fn is_default(signal: i32) -> bool {
+    /// Words of the kernel's action, the first of which is the handler.
+    const ACTION_WORDS: usize = 4;
+    let mut action = [usize::MAX; ACTION_WORDS];
+    let none = ptr::null::<usize>();
+    // SAFETY: there is room for the answer, and nothing is set.
+    unsafe {
+        libc::syscall(
+            libc::SYS_rt_sigaction,
+            signal,
+            none,
+            action.as_mut_ptr(),
+            SET_BYTES,
+        );
+    }
+    action[0] == libc::SIG_DFL
+}
+
 impl Drop for SignalGuard {
     fn drop(&mut self) {
         leave();

@@ -20,7 +20,7 @@ use crate::{
     descriptors::Window,
     destructors, environment,
     environment::{PREFIX, variable},
-    exec, family, filter, is_starting, limits, made, process, report, say,
+    exec, family, filter, guesses, is_starting, limits, made, mixed, process, report, say,
     share::Share,
     signal_stack, signals, small,
     state::{self, Options, State},
@@ -88,7 +88,7 @@ pub(crate) fn try_open() -> Option<&'static State> {
 }
 
 fn open_or(fails: impl FnOnce(&str)) -> Option<&'static State> {
-    let _inside = Inside::enter();
+    let inside = Inside::enter();
     if state::is_forked() {
         family::say_of_fork();
         return None;
@@ -96,11 +96,18 @@ fn open_or(fails: impl FnOnce(&str)) -> Option<&'static State> {
     let right = state::making()?;
     let plan = PLAN.lock().take();
     if let Some(plan) = plan {
-        match plan.carry_out() {
+        // A server may not answer. The right is held, so that no handler may run: another thread
+        // must not be there to set one.
+        let made = match process::has_threads() {
+            true => plan.carry_out(),
+            false => inside.signals.wait_mortal(|| plan.carry_out()),
+        };
+        match made {
             Ok(state) => {
                 made::begin(state.arena.addresses().len());
                 family::note_arena();
                 state::publish(state);
+                guesses::begin();
             }
             Err(why) => fails(&why),
         }
@@ -142,6 +149,8 @@ extern "C" fn begin() {
         return;
     };
     let min_bytes = min_bytes.parse().unwrap_or(usize::MAX);
+    // Before the C library makes blocks for what follows.
+    mixed::begin();
     environment::keep();
     state::set_options(Options {
         interposes_children: variable("CHILDREN").is_some(),

@@ -1,6 +1,7 @@
-//! Calls whose buffers are copied. With in-thread faults: calls that a filter cannot see, since
-//! they lead to memory by lists (`readv`, `recvmsg` and their kind). In both modes: calls after
-//! which the kernel keeps references to their memory (`vmsplice`, sends with `MSG_ZEROCOPY`).
+//! Calls that lead to memory. With in-thread faults: calls whose memory a filter cannot see, since
+//! they lead there by lists (`readv`, `recvmsg` and their kind) or structures (`ioctl`,
+//! `setsockopt`). In both modes: calls after which the kernel keeps references to their memory
+//! (`vmsplice`, sends with `MSG_ZEROCOPY`), which is copied.
 //!
 //! The rule it keeps: a call without remote memory is the C library's own.
 //!
@@ -11,10 +12,10 @@
 use std::ffi::{c_int, c_uint, c_void};
 
 use farpage_vm::calls;
-use libc::{c_long, iovec, mmsghdr, msghdr, off_t, sockaddr, socklen_t, timespec};
+use libc::{c_long, c_ulong, iovec, mmsghdr, msghdr, off_t, pid_t, sockaddr, socklen_t, timespec};
 
 use crate::{
-    Inside, clone, confine, fail,
+    Inside, clone, confine, errno, fail, guesses,
     next::{name, next},
     say_once, signals,
     state::{self, is_remote},
@@ -38,7 +39,7 @@ macro_rules! calls {
                 // SAFETY: the caller's promise.
                 unsafe {
                     if is_copied(libc::$number, args) {
-                        return outcome(calls::call(libc::$number, args, &is_remote)) as $result;
+                        return outcome(guesses::call(libc::$number, args)) as $result;
                     }
                     $later($($arg),*)
                 }
@@ -56,6 +57,22 @@ unsafe fn is_copied(number: c_long, args: calls::Arguments) -> bool {
     (signals::are_ours() || calls::keeps_memory(number, args))
         && unsafe { calls::leads_to_remote(number, args, &is_remote) }
 }
+
+/// True for calls, by number, that `syscall` hands over to [`by_number`].
+#[cfg(target_arch = "x86_64")]
+static HANDED_OVER: [bool; calls::NUMBERS as usize] = {
+    let mut are = [false; calls::NUMBERS as usize];
+    let mut number = 0;
+    while number < calls::NUMBERS {
+        are[number as usize] = calls::leads_on(number);
+        number += 1;
+    }
+    are[libc::SYS_sendto as usize] = true;
+    are[libc::SYS_io_uring_setup as usize] = true;
+    are[libc::SYS_seccomp as usize] = true;
+    are[libc::SYS_unshare as usize] = true;
+    are
+};
 
 /// Makes the calls that `syscall` hands over.
 #[cfg(target_arch = "x86_64")]
@@ -93,7 +110,7 @@ unsafe extern "C-unwind" fn by_number(
     // SAFETY: the caller's promise.
     let result = unsafe {
         if signals::are_ours() && !Inside::is() || is_copied(number, args) {
-            calls::call(number, args, &is_remote)
+            guesses::call(number, args)
         } else {
             calls::system_call(number, args)
         }
@@ -105,8 +122,8 @@ unsafe extern "C-unwind" fn by_number(
     result
 }
 
-/// `syscall`: as the C library's, except for calls after which the kernel keeps memory, calls by
-/// which a program confines itself, and calls that copy the process.
+/// `syscall`: as the C library's, except for calls that lead to memory or after which the kernel
+/// keeps memory, calls by which a program confines itself, and calls that copy the process.
 ///
 /// Without a frame, and entering the kernel by itself: some calls return twice, or on another
 /// stack.
@@ -126,20 +143,11 @@ pub(crate) unsafe extern "C-unwind" fn syscall(
     f: usize,
 ) -> c_long {
     std::arch::naked_asm!(
-        "cmp rdi, {vmsplice}",
-        "je 2f",
-        "cmp rdi, {sendto}",
-        "je 2f",
-        "cmp rdi, {sendmsg}",
-        "je 2f",
-        "cmp rdi, {sendmmsg}",
-        "je 2f",
-        "cmp rdi, {io_uring_setup}",
-        "je 2f",
-        "cmp rdi, {seccomp}",
-        "je 2f",
-        "cmp rdi, {unshare}",
-        "je 2f",
+        "cmp rdi, {numbers}",
+        "jae 1f",
+        "lea rax, [rip + {handed_over}]",
+        "cmp byte ptr [rax + rdi], 0",
+        "jne 2f",
         "cmp rdi, {fork}",
         "je 5f",
         "cmp rdi, {clone}",
@@ -166,7 +174,7 @@ pub(crate) unsafe extern "C-unwind" fn syscall(
         // `clone`: a copy of the process, unless it shares memory.
         "4:",
         "test esi, {shares}",
-        "jnz 1b",
+        "jnz 7f",
         "5:",
         "sub rsp, 8",
         "call {copy}",
@@ -191,19 +199,33 @@ pub(crate) unsafe extern "C-unwind" fn syscall(
         "test al, al",
         "jz 5b",
         "jmp 1b",
+        // A child on a stack of its own, in this memory.
+        "7:",
+        "push rdi",
+        "push rsi",
+        "push rdx",
+        "push rcx",
+        "push r8",
+        "push r9",
+        "sub rsp, 8",
+        "call {keep}",
+        "add rsp, 8",
+        "pop r9",
+        "pop r8",
+        "pop rcx",
+        "pop rdx",
+        "pop rsi",
+        "pop rdi",
+        "jmp 1b",
         fork = const libc::SYS_fork,
         clone = const libc::SYS_clone,
         clone3 = const libc::SYS_clone3,
         shares = const libc::CLONE_VM,
+        keep = sym clone::keep_by_number,
         copy = sym clone::copy_by_number,
         clone3_shares = sym clone::clone3_shares,
-        vmsplice = const libc::SYS_vmsplice,
-        sendto = const libc::SYS_sendto,
-        sendmsg = const libc::SYS_sendmsg,
-        sendmmsg = const libc::SYS_sendmmsg,
-        io_uring_setup = const libc::SYS_io_uring_setup,
-        seccomp = const libc::SYS_seccomp,
-        unshare = const libc::SYS_unshare,
+        numbers = const calls::NUMBERS,
+        handed_over = sym HANDED_OVER,
         by_number = sym by_number,
         finish = sym finish,
     )
@@ -257,4 +279,71 @@ calls! {
         [fd as usize, messages as usize, count as usize, flags as usize, timeout as usize, 0];
     sendmmsg later_sendmmsg = SYS_sendmmsg(fd: c_int, messages: *mut mmsghdr, count: c_uint, flags: c_int) -> c_int
         [fd as usize, messages as usize, count as usize, flags as usize, 0, 0];
+}
+
+/// Defines interposed calls: each the next library's, after which the rest is done if the kernel
+/// found absent memory.
+macro_rules! completed {
+    ($($name:ident $later:ident = $number:ident($($arg:ident: $type:ty),*) -> $result:ty [$($value:expr),*];)+) => {
+        $(
+            next! {
+                #[doc = stringify!($name)]
+                $later = (name(concat!(stringify!($name), "\0")))($($arg: $type),*) -> $result, else -1;
+            }
+
+            #[doc = concat!("`", stringify!($name), "`.")]
+            ///
+            /// # Safety
+            /// As the call.
+            #[unsafe(no_mangle)]
+            pub(crate) unsafe extern "C-unwind" fn $name($($arg: $type),*) -> $result {
+                // SAFETY: the caller's promise.
+                unsafe {
+                    let result = $later($($arg),*);
+                    completed(libc::$number, [$($value),*], result as isize) as $result
+                }
+            }
+        )+
+    };
+}
+
+/// Goes on with a call of the program's that has returned `result`, if absent memory is why it did
+/// not do all.
+///
+/// # Safety
+/// As the call.
+unsafe fn completed(number: c_long, args: calls::Arguments, result: isize) -> isize {
+    /// Kind of the requests of a userfaultfd. The runtime makes them where it serves a fault.
+    const UFFDIO: usize = 0xaa;
+    let first = if result < 0 {
+        -(errno() as isize)
+    } else {
+        result
+    };
+    let (may_fail, may_stop) = match number {
+        libc::SYS_ioctl => (args[1] >> 8 & 0xff != UFFDIO, false),
+        libc::SYS_setsockopt => (true, false),
+        // Copies may end early.
+        _ => (true, true),
+    };
+    let is_all = match first {
+        0.. => !may_stop,
+        _ => first != -(libc::EFAULT as isize) || !may_fail,
+    };
+    if is_all || !signals::are_ours() || Inside::is() {
+        return result;
+    }
+    // SAFETY: the caller's promise.
+    outcome(unsafe { guesses::complete(number, args, first) })
+}
+
+completed! {
+    ioctl later_ioctl = SYS_ioctl(fd: c_int, request: c_ulong, argument: usize) -> c_int
+        [fd as usize, request as usize, argument, 0, 0, 0];
+    setsockopt later_setsockopt = SYS_setsockopt(fd: c_int, level: c_int, name: c_int, value: *const c_void, bytes: socklen_t) -> c_int
+        [fd as usize, level as usize, name as usize, value as usize, bytes as usize, 0];
+    process_vm_readv later_process_vm_readv = SYS_process_vm_readv(process: pid_t, own: *const iovec, own_count: c_ulong, others: *const iovec, others_count: c_ulong, flags: c_ulong) -> isize
+        [process as usize, own as usize, own_count as usize, others as usize, others_count as usize, flags as usize];
+    process_vm_writev later_process_vm_writev = SYS_process_vm_writev(process: pid_t, own: *const iovec, own_count: c_ulong, others: *const iovec, others_count: c_ulong, flags: c_ulong) -> isize
+        [process as usize, own as usize, own_count as usize, others as usize, others_count as usize, flags as usize];
 }

@@ -2,19 +2,24 @@
 //!
 //! The rule it keeps: until the child catches its faults, the kernel writes to no memory of the
 //! program's in the child: an absent page there would become a page of zeros.
+//!
+//! A child that shares the memory of this process has no alternate stack for signals: the kernel
+//! writes the frame of SIGBUS to its stack, all of which is kept in local memory ([`keep`]).
 
 use std::{
     ffi::{c_int, c_long, c_void},
-    mem, ptr,
+    mem,
+    ops::Range,
+    ptr,
 };
 
 use farpage_vm::calls;
 
 use crate::{
-    errno,
+    errno, locks,
     next::next,
     process::{begins, end, freezes},
-    say, set_errno, state,
+    say, set_errno, signals, state,
 };
 
 next! {
@@ -53,6 +58,22 @@ unsafe fn note_child(flags: c_int, to: *mut c_int) {
     }
 }
 
+/// Keeps the stack of a child that shares memory, until the stack is freed.
+fn keep(flags: c_int, stack: Option<Range<usize>>) {
+    if let Some(stack) = stack
+        && flags & libc::CLONE_VM != 0
+        && signals::are_ours()
+    {
+        locks::keep_stack(stack);
+    }
+}
+
+/// Keeps the stack of a child by `clone` of `syscall`.
+#[cfg(target_arch = "x86_64")]
+pub(crate) extern "C" fn keep_by_number(_number: c_long, flags: usize, stack: usize) {
+    keep(flags as c_int, locks::stack_below(stack));
+}
+
 /// Start of a process made by `clone`, its argument, and where its id is written.
 struct Start {
     start: extern "C" fn(*mut c_void) -> c_int,
@@ -86,6 +107,7 @@ pub(crate) unsafe extern "C" fn clone(
     child: *mut c_int,
 ) -> c_int {
     if flags & libc::CLONE_VM != 0 || state::inherited().is_none() {
+        keep(flags, locks::stack_below(stack.addr()));
         // SAFETY: the caller's promise.
         return unsafe { later_clone(start, stack, flags, argument, parent, tls, child) };
     }
@@ -193,15 +215,22 @@ impl CloneArgs {
     }
 }
 
-/// True if `clone3` shares the memory of this process, or fails.
+/// True if `clone3` shares the memory of this process, or fails. Keeps the child's stack then.
 ///
 /// # Safety
 /// As `clone3`.
 #[cfg(target_arch = "x86_64")]
 pub(crate) unsafe extern "C" fn clone3_shares(args: usize, bytes: usize) -> bool {
     // SAFETY: the caller's promise.
-    let args = unsafe { CloneArgs::read(args, bytes) };
-    args.is_none_or(|args| args.flags & libc::CLONE_VM as u64 != 0)
+    let Some(args) = (unsafe { CloneArgs::read(args, bytes) }) else {
+        return true;
+    };
+    let shares = args.flags & libc::CLONE_VM as u64 != 0;
+    let stack = args.stack as usize..args.stack.saturating_add(args.stack_size) as usize;
+    if shares && state::is_remote(stack.start, stack.len()) {
+        keep(args.flags as c_int, Some(stack));
+    }
+    shares
 }
 
 /// Makes a call of `syscall` that copies this process: `fork`, or `clone` or `clone3` that share no

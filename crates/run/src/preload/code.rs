@@ -130,6 +130,15 @@ unsafe fn parts<'a>(info: *const libc::dl_phdr_info) -> impl Iterator<Item = Ran
     })
 }
 
+/// True if a library has the code at `address`.
+///
+/// # Safety
+/// `info` is what `dl_iterate_phdr` passes.
+pub(crate) unsafe fn holds(info: *const libc::dl_phdr_info, address: usize) -> bool {
+    // SAFETY: the caller's promise.
+    unsafe { parts(info) }.any(|part| part.contains(&address))
+}
+
 /// Notes the code of a library that is looked for.
 unsafe extern "C" fn note(info: *mut libc::dl_phdr_info, _: usize, _: *mut c_void) -> c_int {
     // SAFETY: what `dl_iterate_phdr` passes.

@@ -28,7 +28,7 @@ use farpage_vm::calls;
 use libc::sock_filter;
 
 use crate::{
-    Inside, errno, limits,
+    Inside, errno, guesses, limits,
     seccomp::{answer, jump, load, statement},
     set_errno, signals,
     state::{self, is_remote},
@@ -424,7 +424,7 @@ extern "C-unwind" fn on_sigsys(signal: c_int, info: *mut libc::siginfo_t, contex
         if Inside::is() {
             calls::system_call(number, args)
         } else {
-            calls::call(number, args, &is_remote)
+            guesses::call(number, args)
         }
     };
     registers[libc::REG_RAX as usize] = result as libc::greg_t;

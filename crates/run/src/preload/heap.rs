@@ -14,9 +14,22 @@ use std::{
 use crate::{
     ALIGN, Inside,
     allocate::Holds,
-    arena, code, give_up, jemalloc, local, made, next, protect, set_errno, small,
+    arena, code, give_up, jemalloc, local, made, mixed, next, protect, set_errno, small,
     state::{self, State},
 };
+
+/// Returns the state if a block of `bytes` bytes is to be the arena's.
+fn serves(bytes: usize) -> Option<&'static State> {
+    match mixed::is() {
+        true => None,
+        false => arena::serves(bytes),
+    }
+}
+
+/// True if this thread's blocks are to be of `local.rs`.
+fn is_local() -> bool {
+    !mixed::is() && local::serves()
+}
 
 /// Allocates memory of the arena, and records where it begins.
 fn allocate(state: &State, bytes: usize, align: usize, holds: Holds) -> *mut c_void {
@@ -112,9 +125,9 @@ unsafe fn uncount(old: *mut c_void) {
 /// # Safety
 /// As `malloc`.
 unsafe extern "C" fn malloc_for(bytes: usize, caller: usize) -> *mut c_void {
-    match arena::serves(bytes) {
+    match serves(bytes) {
         Some(state) => allocate(state, bytes, ALIGN, Holds::Anything),
-        None if local::serves() => local::allocate(bytes, ALIGN),
+        None if is_local() => local::allocate(bytes, ALIGN),
         None => match small(caller, || jemalloc::malloc(bytes)) {
             Some(made) => made.as_ptr(),
             // SAFETY: the caller's promise.
@@ -132,9 +145,9 @@ unsafe extern "C" fn calloc_for(count: usize, bytes: usize, caller: usize) -> *m
         set_errno(libc::ENOMEM);
         return ptr::null_mut();
     };
-    match arena::serves(all) {
+    match serves(all) {
         Some(state) => allocate(state, all, ALIGN, Holds::Zeros),
-        None if local::serves() => local::allocate(all, ALIGN),
+        None if is_local() => local::allocate(all, ALIGN),
         None => match small(caller, || jemalloc::calloc(all)) {
             Some(made) => made.as_ptr(),
             // SAFETY: the caller's promise.
@@ -191,7 +204,7 @@ unsafe extern "C" fn realloc_for(old: *mut c_void, bytes: usize, caller: usize) 
         // SAFETY: any size is fine.
         return unsafe { malloc_for(bytes, caller) };
     }
-    if !is_ours && !local::holds(old) && arena::serves(bytes).is_none() {
+    if !is_ours && !local::holds(old) && serves(bytes).is_none() {
         let is_c_library = code::is_c_library(caller);
         // SAFETY: the caller's promise.
         unsafe {
@@ -199,7 +212,7 @@ unsafe extern "C" fn realloc_for(old: *mut c_void, bytes: usize, caller: usize) 
                 if bytes > 0 && !is_c_library && jemalloc::resize(old, bytes) {
                     return old;
                 }
-            } else if local::serves() || is_c_library || !small::serves() {
+            } else if is_local() || is_c_library || !small::serves() {
                 uncount(old);
                 let made = next::realloc(old, bytes);
                 if made.is_null() && bytes > 0 {
@@ -217,7 +230,7 @@ unsafe extern "C" fn realloc_for(old: *mut c_void, bytes: usize, caller: usize) 
     }
     // Blocks that shrink below `--min-bytes` move to the next allocator: a page for each would fill
     // the arena.
-    let stays = arena::serves(bytes).is_some() || Inside::is();
+    let stays = serves(bytes).is_some() || Inside::is();
     if is_ours
         && stays
         && let (Some(state), Some(old)) = (state::get(), NonNull::new(old.cast()))
@@ -272,9 +285,9 @@ pub(crate) unsafe extern "C" fn malloc_usable_size(of: *mut c_void) -> usize {
 /// # Safety
 /// As `memalign`.
 unsafe extern "C" fn memalign_for(align: usize, bytes: usize, caller: usize) -> *mut c_void {
-    match arena::serves(bytes) {
+    match serves(bytes) {
         Some(state) if align.is_power_of_two() => allocate(state, bytes, align, Holds::Anything),
-        None if local::serves() && align.is_power_of_two() => local::allocate(bytes, align),
+        None if is_local() && align.is_power_of_two() => local::allocate(bytes, align),
         None if align.is_power_of_two()
             && let Some(made) = small(caller, || jemalloc::memalign(align, bytes)) =>
         {

@@ -7,6 +7,7 @@
 use std::{
     ffi::{c_int, c_uint, c_void},
     ops::Range,
+    ptr::{self, NonNull},
     slice,
     sync::atomic::{AtomicI32, Ordering},
 };
@@ -15,7 +16,7 @@ use farpage::Ranges;
 use farpage_signals::Mutex;
 
 use crate::{
-    Inside, answer, arena, fail,
+    Inside, answer, arena, fail, made,
     mappings::{self, Map},
     next::Next,
     say_once, signal_stack, signals,
@@ -405,6 +406,58 @@ fn pin_statics(address: *const c_void, bytes: usize) -> Option<Result<(), c_int>
     Some(Ok(()))
 }
 
+/// Bytes of a stack that are kept if its lower end is unknown: all of a small block.
+const STACK_BYTES: usize = 256 << 10;
+/// Most bytes of a stack that are looked through for its lower end.
+const STACK_MAX: usize = 8 << 20;
+
+/// Returns the addresses of a remote stack that ends at `top`. Its lower end is the beginning of a
+/// block of `heap.rs`, if that can be told, and else where allocated memory begins, at most
+/// [`STACK_BYTES`] below.
+pub(crate) fn stack_below(top: usize) -> Option<Range<usize>> {
+    let last = top.checked_sub(1)?;
+    if !state::is_remote(last, 1) {
+        return None;
+    }
+    let page = last & !(KERNEL_PAGE_BYTES - 1);
+    let pages_below = |lowest: usize| (lowest..=page).rev().step_by(KERNEL_PAGE_BYTES);
+    if let Some(part) = state::statics().iter().find(|part| part.contains(&last)) {
+        return Some(part.start.max(top.saturating_sub(STACK_BYTES))..top);
+    }
+    let Some(state) = state::get() else {
+        return Some(page..top);
+    };
+    let addresses = state.arena.addresses();
+    let known = pages_below(addresses.start.max(top.saturating_sub(STACK_MAX)))
+        .find(|&start| made::holds(start))
+        .filter(|&start| {
+            let bytes = NonNull::new(ptr::with_exposed_provenance_mut(start))
+                .and_then(|start| state.arena.usable_bytes(start));
+            bytes.is_some_and(|bytes| start + bytes >= top)
+        });
+    let allocated = || {
+        let _inside = Inside::enter();
+        let is_allocated = |page: &usize| state.arena.is_allocated(*page..*page + 1);
+        pages_below(addresses.start.max(top.saturating_sub(STACK_BYTES)))
+            .take_while(is_allocated)
+            .last()
+    };
+    Some(known.or_else(allocated).unwrap_or(page)..top)
+}
+
+/// Pins the stack of a thread or process that the program makes, until the stack is freed. Writes a
+/// line if it cannot be pinned.
+pub(crate) fn keep_stack(stack: Range<usize>) {
+    let start = stack.start & !(KERNEL_PAGE_BYTES - 1);
+    let is_pinned = |start: usize| pin_stack(start as *const c_void, stack.end - start);
+    let upper = start.max(stack.end.saturating_sub(STACK_BYTES) & !(KERNEL_PAGE_BYTES - 1));
+    if !is_pinned(start) && !is_pinned(upper) {
+        say_once(
+            "the stack of a child by clone cannot be pinned: a fault there ends the child; raise --budget, or use --fillers",
+        );
+    }
+}
+
 /// Pins a stack, if it is remote. With in-thread faults the kernel cannot write to an absent page
 /// of a stack, as it does for signals. Returns false if the stack cannot be pinned.
 fn pin_stack(address: *const c_void, bytes: usize) -> bool {
@@ -415,7 +468,9 @@ fn pin_stack(address: *const c_void, bytes: usize) -> bool {
         Some((state, addresses, true)) => Some(pins(state, &addresses)),
         _ => None,
     });
-    pinned.is_none_or(|pinned| pinned.is_ok())
+    // Remote memory that is not all allocated, or in a child made by `fork`, is not pinned.
+    let is_local = || !state::is_remote(address as usize, bytes);
+    pinned.map_or_else(is_local, |pinned| pinned.is_ok())
 }
 
 /// Returns the C library's `makecontext`, after the context's stack has been pinned.
@@ -429,7 +484,7 @@ extern "C" fn next_makecontext(context: *const libc::ucontext_t) -> *mut c_void 
             "a coroutine's stack cannot be pinned: a signal there may end the program; raise --budget, or use --fillers",
         );
     }
-    MAKECONTEXT.get().unwrap_or(std::ptr::null_mut())
+    MAKECONTEXT.get().unwrap_or(ptr::null_mut())
 }
 
 /// `makecontext`. A remote stack is pinned.

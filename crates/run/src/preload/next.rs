@@ -10,7 +10,7 @@ use std::{
     sync::atomic::{AtomicPtr, AtomicUsize, Ordering},
 };
 
-use crate::give_up;
+use crate::{give_up, symbols};
 
 thread_local! {
     static LOOKING_UP: Cell<bool> = const { Cell::new(false) };
@@ -40,12 +40,6 @@ impl Next {
     }
 }
 
-/// Version of the C library in which its `dlsym` is found.
-const SINCE: &CStr = match cfg!(target_arch = "x86_64") {
-    true => c"GLIBC_2.2.5",
-    false => c"GLIBC_2.17",
-};
-
 /// Looks a name up, as the next library's `dlsym` does for this library. Null: it is not there, or
 /// this very thread looks `dlsym` up.
 pub(crate) fn look_up(handle: *mut c_void, name: &CStr) -> *mut c_void {
@@ -63,10 +57,7 @@ pub(crate) fn look_up(handle: *mut c_void, name: &CStr) -> *mut c_void {
 /// looks it up.
 pub(crate) fn next_dlsym() -> Option<*mut c_void> {
     static DLSYM: AtomicPtr<c_void> = AtomicPtr::new(ptr::null_mut());
-    found_or(&DLSYM, c"dlsym", || {
-        // SAFETY: strings of C's. Our own `dlsym` has no version.
-        unsafe { libc::dlvsym(libc::RTLD_NEXT, c"dlsym".as_ptr(), SINCE.as_ptr()) }
-    })
+    found_or(&DLSYM, c"dlsym", || symbols::find(c"dlsym"))
 }
 
 /// Returns what `found` holds, or else what `find` returns, for good. `None` while this very thread

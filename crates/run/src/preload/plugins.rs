@@ -1,4 +1,5 @@
-//! Libraries that the program loads, and what it looks up in them: `dlopen` and `dlsym`.
+//! Libraries that the program loads, and what it looks up in them: `dlopen`, `dlsym` and
+//! `dlvsym`.
 //!
 //! The rule it keeps: only one allocator is used. With `RTLD_DEEPBIND` a library would find the C
 //! library's `free` before ours and give it memory of the arena. The flag is left out, with a line.
@@ -9,7 +10,7 @@
 
 use std::{
     ffi::{CStr, c_char, c_int, c_void},
-    ptr,
+    mem, ptr,
 };
 
 use crate::{
@@ -87,6 +88,75 @@ pub(crate) unsafe extern "C" fn dlsym(handle: *mut c_void, name: *const c_char) 
     )
 }
 
+/// The C library's `dlvsym`.
+static DLVSYM: Next = Next::new(c"dlvsym");
+
+/// `dlvsym`, as [`dlsym`]. Whoever asks for a version of an allocator's function gets ours.
+///
+/// # Safety
+/// As `dlvsym`.
+#[unsafe(no_mangle)]
+#[unsafe(naked)]
+pub(crate) unsafe extern "C" fn dlvsym(
+    handle: *mut c_void,
+    name: *const c_char,
+    version: *const c_char,
+) -> *mut c_void {
+    std::arch::naked_asm!(
+        "push rdi",
+        "push rsi",
+        "push rdx",
+        "mov rdx, [rsp + 24]",
+        "call {by}",
+        "pop rdx",
+        "pop rsi",
+        "pop rdi",
+        "test rax, rax",
+        "jz 2f",
+        "jmp rax",
+        "2:",
+        "ret",
+        by = sym by_version,
+    )
+}
+
+/// Returns the function that looks `name` up with a version, as [`by`]. Names of the allocator are
+/// looked up from here whoever asks: all that has such a version is the C library.
+unsafe extern "C" fn by_version(
+    handle: *mut c_void,
+    name: *const c_char,
+    caller: usize,
+) -> *mut c_void {
+    // SAFETY: the program's promise.
+    let found = unsafe { by(handle, name, caller) };
+    // SAFETY: as above.
+    let is_ours = || ours(unsafe { CStr::from_ptr(name) }).is_some();
+    let next = DLVSYM.get().unwrap_or(ptr::null_mut());
+    if found == dlsym_of_ours as *mut c_void || next.is_null() {
+        return found;
+    }
+    match found == dlsym_of_library as *mut c_void || is_ours() {
+        true => dlvsym_of_library as *mut c_void,
+        false => next,
+    }
+}
+
+/// `dlvsym` in the library of a handle.
+unsafe extern "C" fn dlvsym_of_library(
+    handle: *mut c_void,
+    name: *const c_char,
+    version: *const c_char,
+) -> *mut c_void {
+    type Look = unsafe extern "C" fn(*mut c_void, *const c_char, *const c_char) -> *mut c_void;
+    let Some(next) = DLVSYM.get() else {
+        return ptr::null_mut();
+    };
+    // SAFETY: the function of this name has this type; the program's promise.
+    let found = unsafe { mem::transmute::<*mut c_void, Look>(next)(handle, name, version) };
+    // SAFETY: the program's promise.
+    ours_for(found, unsafe { CStr::from_ptr(name) })
+}
+
 /// Returns the function that looks `name` up by `handle` for a caller at an address; null during
 /// its own look-up.
 unsafe extern "C" fn by(handle: *mut c_void, name: *const c_char, caller: usize) -> *mut c_void {
@@ -112,7 +182,11 @@ unsafe extern "C" fn dlsym_of_ours(_: *mut c_void, name: *const c_char) -> *mut 
 unsafe extern "C" fn dlsym_of_library(handle: *mut c_void, name: *const c_char) -> *mut c_void {
     // SAFETY: the program's promise.
     let name = unsafe { CStr::from_ptr(name) };
-    let found = next::look_up(handle, name);
+    ours_for(next::look_up(handle, name), name)
+}
+
+/// Returns our function of an allocator's `name` if `found` is the C library's, and else `found`.
+fn ours_for(found: *mut c_void, name: &CStr) -> *mut c_void {
     code::begin();
     match code::is_c_library(found as usize) {
         true => ours(name).unwrap_or(found),

@@ -280,6 +280,14 @@ extern "C" fn start_inside(thread: *mut c_void) -> *mut c_void {
     (thread.start)(thread.argument)
 }
 
+/// True if the program has started a thread. Relaxed: only its first thread reads false.
+static HAS_THREADS: AtomicBool = AtomicBool::new(false);
+
+/// True if threads of the program may run beside this one.
+pub(crate) fn has_threads() -> bool {
+    HAS_THREADS.load(Ordering::Relaxed)
+}
+
 /// `pthread_create`.
 ///
 /// # Safety
@@ -292,6 +300,7 @@ pub(crate) unsafe extern "C" fn pthread_create(
     argument: *mut c_void,
 ) -> c_int {
     if !Inside::is() {
+        HAS_THREADS.store(true, Ordering::Relaxed);
         // The C library's memory of a thread may become that of a runtime's thread. This thread
         // does not work for the runtime meanwhile: the new one inherits its signal mask.
         let errand = match signals::are_ours() {

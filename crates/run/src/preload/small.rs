@@ -14,7 +14,7 @@ use std::{
     thread,
 };
 
-use crate::{code, environment::variable, next, say, state::KERNEL_PAGE_BYTES};
+use crate::{code, environment::variable, mixed, next, say, state::KERNEL_PAGE_BYTES};
 
 /// Part of the budget that small objects may take before jemalloc serves them.
 const LOCAL_PART: u64 = 4;
@@ -101,6 +101,9 @@ pub(crate) fn begin() {
 
 /// Returns an error if small objects are to stay local.
 fn prepare() -> Result<(), String> {
+    if mixed::is() {
+        return Err("the program has a part of an allocator".to_owned());
+    }
     // A program that defines `malloc` itself never calls ours.
     let next = next::look_up(libc::RTLD_NEXT, c"malloc");
     if !code::is_c_library(next as usize) {

@@ -143,6 +143,7 @@ cases! {
     remote_stacks_for_signals_are_used = "stacks" "signals";
     threads_leave_no_stack_behind = "stacks" "threads";
     threads_run_though_their_given_stacks_are_remote = "stacks" "given";
+    children_that_share_memory_run_on_remote_stacks = "stacks" "shared";
     a_handler_leaves_by_longjmp_again_and_again = "signals" "longjmp";
     a_signal_at_each_instruction_finds_remote_memory = "steps" "each";
     a_storm_of_signals_finds_remote_memory = "steps" "storm";
@@ -151,6 +152,52 @@ cases! {
     absent_arguments_reach_a_program_by_exec_after_vfork = "exec" "vfork";
     absent_arguments_reach_a_program_by_posix_spawn = "exec" "spawn";
     absent_lines_reach_a_shell = "exec" "system";
+}
+
+/// Compares results of calls whose arguments lead to absent memory, small and large, with those of
+/// a plain run.
+#[test]
+fn calls_find_what_their_structures_lead_to() {
+    let Some(program) = Compiled::new("leads") else {
+        return;
+    };
+    let path = program.path.to_str().unwrap();
+    let cases = [
+        "interfaces",
+        "filters",
+        "processes",
+        "confined",
+        "programs",
+        "keys",
+        "words",
+        "queues",
+        "files",
+        "lists",
+        "guarded",
+        "locked",
+    ];
+    let cases = cases
+        .iter()
+        .flat_map(|case| [(case, "small"), (case, "large")]);
+    for (case, size) in cases {
+        let command = [path, case, size];
+        let plain = output(Command::new(path).args([case, size]));
+        let said = text(&plain.stderr);
+        assert!(plain.status.success(), "{case} {size}: {said}");
+        for mode in ["--in-thread", "--fillers"] {
+            let options = [mode, "--budget", "1MiB", "--capacity", "256MiB"];
+            let options = [&options[..], &["--small", "yes"]].concat();
+            let mut ours = farpage(&options, &command);
+            let ours = output(ours.env("FARPAGE_PAGE_SIZE", "4KiB"));
+            let said = text(&ours.stderr);
+            assert_eq!(
+                text(&ours.stdout),
+                text(&plain.stdout),
+                "{case} {size} {mode}: {said}"
+            );
+            assert!(ours.status.success(), "{case} {size} {mode}: {said}");
+        }
+    }
 }
 
 /// Checks that rings send what was there, with filler threads. In-thread a line refuses them.

@@ -1,12 +1,16 @@
 /* Stacks in remote memory: of coroutines, and for signals. Each case says "done". */
 #define _GNU_SOURCE
 #include <errno.h>
+#include <linux/sched.h>
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
 #include <ucontext.h>
 #include <unistd.h>
 
@@ -74,9 +78,10 @@ static void on_threads(void) {
 }
 
 static volatile char *memory;
+static int touched = 16 * MIB;
 
 static void touch_all(void) {
-    for (int at = 0; at < 16 * MIB; at += 4096)
+    for (int at = 0; at < touched; at += 4096)
         memory[at]++;
 }
 
@@ -182,6 +187,62 @@ static void given(void) {
     CHECK(handled == 20);
 }
 
+static int in_child(void *deep) {
+    touch_all();
+    return (descend((int)(long)deep) & 63) + 1;
+}
+
+/* Ends a child of `clone` by number, which must not return on its new stack. */
+static void end_child(void) {
+    long status = in_child((void *)5L);
+    for (;;)
+        syscall(SYS_exit, status);
+}
+
+/* Children that share memory, and whose stacks leave while they run. */
+static void shared(void) {
+    /* Memory below the stacks of some has been given back. */
+    char *half = mmap(NULL, MIB, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    CHECK(half != MAP_FAILED);
+    memset(half, 1, MIB);
+    CHECK(munmap(half, MIB / 2) == 0);
+    int flags[] = {CLONE_VM | CLONE_VFORK | SIGCHLD, CLONE_VM | SIGCHLD};
+    int sizes[] = {STACK, 48 << 10, MIB / 2};
+    /* Three budgets. */
+    touched = 3 * MIB;
+    for (int round = 0; round < 12; round++) {
+        int size = sizes[round % 3], status;
+        char *stack = malloc(size);
+        long deep = size > 100 << 10 ? 60 : 10;
+        touch_all();
+        pid_t child = clone(in_child, stack + size, flags[round % 2], (void *)deep);
+        CHECK(child > 0 && waitpid(child, &status, __WALL) == child);
+        CHECK(WIFEXITED(status) && WEXITSTATUS(status) == (descend(deep) & 63) + 1);
+#ifdef __x86_64__
+        /* By number: the child's first return goes to what lies on its stack. */
+        void **top = (void **)(stack + size) - 2;
+        for (int by = 0; by < 2; by++) {
+            top[0] = (void *)end_child;
+            touch_all();
+            struct clone_args args = {.flags = CLONE_VM,
+                                      .exit_signal = SIGCHLD,
+                                      .stack = (unsigned long)stack,
+                                      .stack_size = (char *)top - stack};
+            child = by ? syscall(SYS_clone3, &args, sizeof args)
+                       : syscall(SYS_clone, CLONE_VM | SIGCHLD, top, NULL, NULL, NULL);
+            CHECK(child > 0 && waitpid(child, &status, __WALL) == child);
+            CHECK(WIFEXITED(status) && WEXITSTATUS(status) == (descend(5) & 63) + 1);
+        }
+#endif
+        free(stack);
+        char *end_of_low = half + MIB / 2 + (64 << 10);
+        touch_all();
+        child = clone(in_child, end_of_low, flags[round % 2], (void *)10L);
+        CHECK(child > 0 && waitpid(child, &status, __WALL) == child);
+        CHECK(WIFEXITED(status) && WEXITSTATUS(status) == (descend(10) & 63) + 1);
+    }
+}
+
 int main(int count, char **arguments) {
     CHECK(count > 1);
     memory = malloc(16 * MIB);
@@ -192,6 +253,8 @@ int main(int count, char **arguments) {
         of_signals();
     else if (!strcmp(arguments[1], "given"))
         given();
+    else if (!strcmp(arguments[1], "shared"))
+        shared();
     else
         of_threads();
     puts("done");

@@ -4,13 +4,14 @@
 
 use std::{
     fs,
-    io::{BufRead, BufReader, Read},
+    io::{BufRead, BufReader, Read, Write},
+    net::TcpListener,
     os::unix::process::{CommandExt, ExitStatusExt},
     process::{Child, ChildStdout, Command, Stdio},
     time::{Duration, Instant},
 };
 
-use farpage_testkit::wait_until;
+use farpage_testkit::{serve_tcp, wait_until};
 use tempfile::TempDir;
 
 use crate::{
@@ -207,4 +208,59 @@ os.execv(words[0], words)
     let binary = env!("CARGO_BIN_EXE_farpage");
     let ours = launch(&format!("[{binary:?}, 'run', '--budget', '16MiB', '--']"));
     assert_eq!(ours, plain);
+}
+
+/// Returns the id of the only child of a process.
+fn child_of(process: u32) -> String {
+    let path = format!("/proc/{process}/task/{process}/children");
+    fs::read_to_string(path).unwrap().trim().to_owned()
+}
+
+/// True if the first thread of a process holds signals back.
+fn holds_signals(process: &str) -> bool {
+    let status = fs::read_to_string(format!("/proc/{process}/status")).unwrap();
+    let held = status.lines().find_map(|line| line.strip_prefix("SigBlk:"));
+    u64::from_str_radix(held.unwrap().trim(), 16).unwrap() != 0
+}
+
+/// Ends a program whose server has stopped to answer while the program gets remote memory.
+#[test]
+fn program_that_waits_for_a_server_ends_at_once() {
+    if !can_run(&[PYTHON]) {
+        return;
+    }
+    let script = "import sys\nprint('up')\nsys.stdin.readline()\nx = bytearray(64 << 20)";
+    for (signal, mode) in [
+        (libc::SIGTERM, "--in-thread"),
+        (libc::SIGINT, "--in-thread"),
+        (libc::SIGTERM, "--fillers"),
+    ] {
+        let (server, url) = serve_tcp(128 << 20);
+        let mut command = Command::new(env!("CARGO_BIN_EXE_farpage"));
+        command.args(["run", mode, "--budget", "16MiB", "--capacity", "80MiB"]);
+        command.args(["--server", &url, "--", "/bin/sh", "-c"]);
+        // An interpreter handles SIGINT, unless it is told not to.
+        let script = format!("import signal\nsignal.signal({signal}, signal.SIG_DFL)\n{script}");
+        command.args(["exec \"$0\" -uc \"$1\"", PYTHON, &script]);
+        command.stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut launcher = command.process_group(0).spawn().unwrap();
+        let mut lines = BufReader::new(launcher.stdout.take().unwrap());
+        let mut line = String::new();
+        lines.read_line(&mut line).unwrap();
+        assert_eq!(line, "up\n");
+        server.shutdown();
+        let address = url.strip_prefix("tcp://").unwrap();
+        let _silent = TcpListener::bind(address).unwrap();
+        launcher.stdin.take().unwrap().write_all(b"go\n").unwrap();
+        let program = child_of(launcher.id());
+        wait_until("the program waits for its server", || {
+            holds_signals(&program)
+        });
+        let since = Instant::now();
+        // SAFETY: our own child, which has not been waited for.
+        assert_eq!(unsafe { libc::kill(launcher.id() as i32, signal) }, 0);
+        assert_eq!(launcher.wait().unwrap().code(), Some(128 + signal));
+        // The deadline of a connection is longer.
+        assert!(since.elapsed() < Duration::from_secs(5), "{mode} {signal}");
+    }
 }

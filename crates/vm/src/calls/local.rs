@@ -2,10 +2,65 @@
 
 use std::ptr;
 
-use crate::sigbus::{STACK_BYTES, Stack};
+use super::raw::system_call;
+use crate::{
+    sigbus::{STACK_BYTES, Stack},
+    sys::KERNEL_PAGE_BYTES,
+};
 
 /// Predicate: true if the kernel cannot bring in some of `bytes` bytes at an address.
 pub type IsRemote<'a> = &'a dyn Fn(usize, usize) -> bool;
+
+/// Way to bring in memory that a call may be about: what its structures may lead to, for a length
+/// that nobody knows.
+#[derive(Clone, Copy)]
+pub struct Guesses<'a> {
+    /// Function that brings in `bytes` bytes at an address without a fault. Memory that cannot be
+    /// read is passed over.
+    pub fetch: &'a dyn Fn(usize, usize),
+    /// Most bytes that are fetched before a call is made again.
+    pub max_bytes: usize,
+}
+
+impl Guesses<'_> {
+    /// Guesses that bring nothing in.
+    pub const NONE: Guesses<'static> = Guesses {
+        fetch: &|_, _| (),
+        max_bytes: 0,
+    };
+}
+
+/// True if the page at an address can be read, and is absent. The kernel is asked, so that nothing
+/// is loaded. Before Linux 5.14 it does not know, and the answer is false.
+pub fn is_absent(at: usize) -> bool {
+    let page = at & !(KERNEL_PAGE_BYTES - 1);
+    let advice = libc::MADV_POPULATE_READ as usize;
+    // SAFETY: the kernel reads a page, or says why it cannot. Protected memory is `EINVAL`.
+    let answer = unsafe {
+        system_call(
+            libc::SYS_madvise,
+            [page, KERNEL_PAGE_BYTES, advice, 0, 0, 0],
+        )
+    };
+    answer == -(libc::EFAULT as isize)
+}
+
+/// Brings in the absent pages among `bytes` bytes of a call at an address. Memory that is not
+/// mapped or protected is passed over. Returns true if a page was absent.
+pub(super) fn bring_in(at: usize, bytes: usize, is_remote: IsRemote<'_>) -> bool {
+    let end = at.saturating_add(bytes);
+    let first = at & !(KERNEL_PAGE_BYTES - 1);
+    let mut was_absent = false;
+    for page in (first..end).step_by(KERNEL_PAGE_BYTES) {
+        let at = page.max(at);
+        if is_remote(at, 1) && is_absent(at) {
+            // SAFETY: the kernel has said that the page can be read.
+            unsafe { ptr::read_volatile(ptr::with_exposed_provenance::<u8>(at)) };
+            was_absent = true;
+        }
+    }
+    was_absent
+}
 
 /// Number of bytes that move at once, where a call may move a part.
 pub(super) const PIECE_BYTES: usize = STACK_BYTES;

@@ -44,6 +44,14 @@ pub(super) unsafe fn call(
     }
 }
 
+/// True if the call `number` has messages.
+pub(super) const fn has_list(number: libc::c_long) -> bool {
+    matches!(
+        number,
+        libc::SYS_recvmsg | libc::SYS_sendmsg | libc::SYS_recvmmsg | libc::SYS_sendmmsg
+    )
+}
+
 /// True if the messages of a call have remote parts.
 ///
 /// # Safety

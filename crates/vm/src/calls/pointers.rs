@@ -69,7 +69,13 @@ const OLD: [Calls; 5] = [
     (&[1, 2], &[libc::SYS_futimesat]),
     (
         &[1],
-        &[libc::SYS_getdents, libc::SYS_epoll_wait, libc::SYS_signalfd],
+        &[
+            libc::SYS_getdents,
+            libc::SYS_epoll_wait,
+            libc::SYS_signalfd,
+            libc::SYS_modify_ldt,
+            libc::SYS_arch_prctl,
+        ],
     ),
     (&[1, 2, 3, 4], &[libc::SYS_select]),
 ];
@@ -85,6 +91,11 @@ const CALLS: &[Calls] = &[
     (
         &[0],
         &[
+            libc::SYS_perf_event_open,
+            libc::SYS_adjtimex,
+            libc::SYS_delete_module,
+            libc::SYS_landlock_create_ruleset,
+            libc::SYS_fsopen,
             libc::SYS_chdir,
             libc::SYS_chroot,
             libc::SYS_truncate,
@@ -109,6 +120,16 @@ const CALLS: &[Calls] = &[
     (
         &[1],
         &[
+            libc::SYS_bpf,
+            libc::SYS_finit_module,
+            libc::SYS_set_mempolicy,
+            libc::SYS_process_madvise,
+            libc::SYS_open_by_handle_at,
+            libc::SYS_mq_notify,
+            libc::SYS_syslog,
+            libc::SYS_fspick,
+            libc::SYS_open_tree,
+            libc::SYS_fchmodat2,
             libc::SYS_read,
             libc::SYS_write,
             libc::SYS_pread64,
@@ -120,8 +141,6 @@ const CALLS: &[Calls] = &[
             libc::SYS_preadv2,
             libc::SYS_pwritev2,
             libc::SYS_vmsplice,
-            libc::SYS_process_vm_readv,
-            libc::SYS_process_vm_writev,
             libc::SYS_fstat,
             libc::SYS_fstatfs,
             libc::SYS_getdents64,
@@ -162,13 +181,15 @@ const CALLS: &[Calls] = &[
             libc::SYS_msgsnd,
             libc::SYS_msgrcv,
             libc::SYS_signalfd4,
-            libc::SYS_epoll_pwait,
             libc::SYS_io_setup,
         ],
     ),
     (
         &[2],
         &[
+            libc::SYS_seccomp,
+            libc::SYS_pidfd_send_signal,
+            libc::SYS_landlock_add_rule,
             // The command is not looked at: an argument that is a number is no address of ours.
             libc::SYS_ioctl,
             libc::SYS_fcntl,
@@ -186,6 +207,9 @@ const CALLS: &[Calls] = &[
     (
         &[3],
         &[
+            libc::SYS_mbind,
+            libc::SYS_quotactl_fd,
+            libc::SYS_ptrace,
             libc::SYS_socketpair,
             libc::SYS_epoll_ctl,
             libc::SYS_setsockopt,
@@ -196,6 +220,7 @@ const CALLS: &[Calls] = &[
     (
         &[0, 1],
         &[
+            libc::SYS_get_mempolicy,
             libc::SYS_statfs,
             libc::SYS_gettimeofday,
             libc::SYS_settimeofday,
@@ -213,6 +238,9 @@ const CALLS: &[Calls] = &[
     (
         &[1, 2],
         &[
+            libc::SYS_get_robust_list,
+            libc::SYS_io_cancel,
+            libc::SYS_mq_getsetattr,
             libc::SYS_newfstatat,
             libc::SYS_readlinkat,
             libc::SYS_utimensat,
@@ -233,6 +261,11 @@ const CALLS: &[Calls] = &[
     (
         &[1, 3],
         &[
+            libc::SYS_process_vm_readv,
+            libc::SYS_process_vm_writev,
+            libc::SYS_quotactl,
+            libc::SYS_move_mount,
+            libc::SYS_mount_setattr,
             libc::SYS_splice,
             libc::SYS_copy_file_range,
             libc::SYS_wait4,
@@ -249,14 +282,22 @@ const CALLS: &[Calls] = &[
             libc::SYS_statx,
             libc::SYS_recvmmsg,
             libc::SYS_mq_timedsend,
+            libc::SYS_epoll_pwait,
         ],
     ),
     (&[1, 4, 5], &[libc::SYS_recvfrom]),
     (&[1, 3, 4], &[libc::SYS_mq_timedreceive]),
-    (&[0, 2], &[libc::SYS_symlinkat]),
+    (&[0, 2], &[libc::SYS_symlinkat, libc::SYS_init_module]),
+    (&[0, 3], &[libc::SYS_mq_open, libc::SYS_futex_waitv]),
+    (&[1, 2, 3], &[libc::SYS_name_to_handle_at]),
+    (&[4], &[libc::SYS_fanotify_mark]),
+    (&[2, 3, 4], &[libc::SYS_move_pages]),
+    (&[1, 2, 3, 4], &[libc::SYS_keyctl]),
     (
         &[0, 1, 2],
         &[
+            libc::SYS_add_key,
+            libc::SYS_request_key,
             libc::SYS_setxattr,
             libc::SYS_lsetxattr,
             libc::SYS_getxattr,
@@ -268,6 +309,8 @@ const CALLS: &[Calls] = &[
     (
         &[2, 3],
         &[
+            libc::SYS_migrate_pages,
+            libc::SYS_fsconfig,
             libc::SYS_clock_nanosleep,
             libc::SYS_prlimit64,
             libc::SYS_timer_settime,

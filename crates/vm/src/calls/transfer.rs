@@ -13,7 +13,7 @@ use super::{
 };
 
 /// Upper bound of the buffers that the kernel takes.
-const BUFFERS_MAX: usize = 1024;
+pub(super) const BUFFERS_MAX: usize = 1024;
 /// Length of the longest address of a socket.
 pub(super) const ADDRESS_BYTES: usize = 128;
 
@@ -106,6 +106,20 @@ impl TransferPlan {
     }
 }
 
+/// True if the call `number` has a list of buffers.
+pub(super) const fn has_list(number: libc::c_long) -> bool {
+    matches!(
+        number,
+        libc::SYS_readv
+            | libc::SYS_writev
+            | libc::SYS_preadv
+            | libc::SYS_pwritev
+            | libc::SYS_preadv2
+            | libc::SYS_pwritev2
+            | libc::SYS_vmsplice
+    )
+}
+
 /// Returns the buffers of a call; a single buffer is put in `one`. `None`: the call does not move
 /// plain bytes.
 ///
@@ -128,15 +142,7 @@ unsafe fn buffers<'a>(
             one[0].iov_len = count;
             Some(Buffers(one))
         }
-        libc::SYS_readv
-        | libc::SYS_writev
-        | libc::SYS_preadv
-        | libc::SYS_pwritev
-        | libc::SYS_preadv2
-        | libc::SYS_pwritev2
-        | libc::SYS_vmsplice
-            if (1..=BUFFERS_MAX).contains(&count) && at != 0 =>
-        {
+        _ if has_list(number) && (1..=BUFFERS_MAX).contains(&count) && at != 0 => {
             // SAFETY: the caller's promise: the call may read as many there.
             Some(Buffers(unsafe {
                 slice::from_raw_parts(at as *const libc::iovec, count)

@@ -6,6 +6,8 @@ use std::ops::Range;
 
 use nix::errno::Errno;
 
+use crate::calls::system_call;
+
 /// Upper bound of the ranges that one call of [`copy_each`] or [`drop_each`] takes.
 pub(crate) const RANGES_MAX: usize = 32;
 
@@ -25,11 +27,21 @@ pub(crate) unsafe fn copy_each(from: &[usize], to: &[usize], len: usize) -> nix:
     // - Each of `to` may be written: this function's contract.
     // - What cannot be read is an error and no fault.
     // - The vectors are arrays of `count` ranges, for the length of the call.
-    let copied = Errno::result(unsafe {
-        let this = libc::getpid();
-        libc::process_vm_readv(this, to.start(), to.count, from.start(), from.count, 0)
-    })?;
-    Ok(copied as usize / len)
+    // - The call goes to the kernel by itself: an interposed one serves the program.
+    let copied = unsafe {
+        let lists = [
+            to.start() as usize,
+            to.count as usize,
+            from.start() as usize,
+        ];
+        let [to, count, from] = lists;
+        let args = [libc::getpid() as usize, to, count, from, count, 0];
+        system_call(libc::SYS_process_vm_readv, args)
+    };
+    match copied {
+        0.. => Ok(copied as usize / len),
+        error => Err(Errno::from_raw(-error as i32)),
+    }
 }
 
 /// `process_madvise` with `advice`, a kind of `MADV_DONTNEED`: drops each of `ranges`, at most
