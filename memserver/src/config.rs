@@ -64,7 +64,7 @@ a flag beats the variable, the variable beats the file. The file's keys are the 
 SIGTERM and SIGINT drain: no new clients, those that are there get the grace to finish, then the server exits with 0.
 With --drain-timeout they move their memory to their other servers first; the server exits once no client has memory here.
 A second signal exits at once. SIGUSR2 replaces the process by the program at its path, which has all that is lent and serves on;
-if that cannot serve, this process does. SIGHUP does the same to read the file of --config again; without one it is logged and ignored.
+if that cannot serve, this process does. SIGHUP does the same to read the file of --config again; without one, or with a terminal as standard error, it is logged and ignored.
 Under systemd, with FileDescriptorStoreMax=, SIGTERM leaves all that is lent to the next process, unless there is a --drain-timeout.
 
 Whoever can connect can borrow memory: a tcp or rdma endpoint has no access control of its own and belongs on a trusted network. Named regions belong

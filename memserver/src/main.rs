@@ -71,8 +71,7 @@ fn serve(flags: &ServeArgs, log: &LogArgs) -> anyhow::Result<()> {
     if let Some(handed) = &handed {
         config.go_on_from(handed);
     }
-    let manager =
-        ServiceManager::of_this_process().context("cannot speak to the service manager")?;
+    let manager = ServiceManager::of_this_process();
     // Behind all that may fail.
     if flags.rehearse
         && let Some(handed) = handed
@@ -84,6 +83,10 @@ fn serve(flags: &ServeArgs, log: &LogArgs) -> anyhow::Result<()> {
     let (writer, guard) = LogWriter::stderr();
     start_log(config.log, &config.log_level, writer.clone())?;
     (writer.say_what_is_dropped()).context("cannot start the log's thread")?;
+    let manager = manager.unwrap_or_else(|error| {
+        warn!(%error, "cannot speak to the service manager that NOTIFY_SOCKET names");
+        None
+    });
     if manager.is_some() && handed.is_none() {
         handed = Handover::kept();
         if let Some(handed) = &handed {
@@ -112,6 +115,11 @@ fn serve(flags: &ServeArgs, log: &LogArgs) -> anyhow::Result<()> {
         {
             SIGHUP if flags.config.is_none() => {
                 warn!("SIGHUP: serving on, since there is no --config to read; SIGTERM drains");
+            }
+            SIGHUP if io::stderr().is_terminal() => {
+                warn!(
+                    "SIGHUP: serving on, as it may come from a terminal that closes; SIGUSR2 reads --config anew"
+                );
             }
             signal @ (SIGUSR2 | SIGHUP) => {
                 info!("restarting");

@@ -635,10 +635,14 @@ impl RunningServer {
             let (stopped, wake) = &*stops;
             let mut stopped = stopped.lock();
             // Clients speak first: their renewals may have waited while nobody was served.
-            wake.wait_for(&mut stopped, every);
-            while !*stopped {
+            loop {
+                if !*stopped {
+                    wake.wait_for(&mut stopped, every);
+                }
+                if *stopped {
+                    return;
+                }
                 state.reap(Instant::now());
-                wake.wait_for(&mut stopped, every);
             }
         };
         let thread = thread::Builder::new().name("farpage-reap".to_owned());

@@ -63,12 +63,17 @@ pub struct ServiceManager {
 }
 
 impl ServiceManager {
-    /// Returns the service manager that the environment names, if it names one.
+    /// Returns the service manager that the environment names, if it names one, and started this
+    /// process: what another process of the service says is not for this one to say.
     ///
     /// # Errors
     /// The system's error: no descriptors left, or an address that is none.
     pub fn of_this_process() -> io::Result<Option<Self>> {
-        let Some(path) = env::var_os("NOTIFY_SOCKET") else {
+        let number = |name: &str| env::var(name).ok()?.parse::<usize>().ok();
+        let main = number("SYSTEMD_EXEC_PID");
+        let is_main = main == Some(process::id() as usize);
+        let path = env::var_os("NOTIFY_SOCKET").filter(|_| main.is_none() || is_main);
+        let Some(path) = path else {
             return Ok(None);
         };
         let bytes = path.as_encoded_bytes();
@@ -80,9 +85,7 @@ impl ServiceManager {
         let socket = socket(kind.0, kind.1, SockFlag::SOCK_CLOEXEC, None)?;
         let patience = TimeVal::seconds(PATIENCE.as_secs() as i64);
         setsockopt(&socket, sockopt::SendTimeout, &patience)?;
-        let number = |name: &str| env::var(name).ok()?.parse::<usize>().ok();
         // The manager throws away what another process than the service's main one gives it.
-        let is_main = number("SYSTEMD_EXEC_PID") == Some(process::id() as usize);
         let room = number("FDSTORE").filter(|_| is_main).unwrap_or(0);
         Ok(Some(Self {
             socket,

@@ -176,24 +176,23 @@ impl Connection {
     ) -> Result<Last, CloseReason> {
         let _visit = self.service.gate.enter();
         loop {
-            if self.is_handed_over(Instant::now() + lease) {
+            // A client that lives renews well within its lease: silence is a peer that vanished
+            // without a word.
+            let silent_at = Instant::now() + lease;
+            if self.is_handed_over(silent_at) {
                 // The newer connection of the session is the one to keep.
                 return match held.is_replaced() {
                     true => Err(CloseReason::replaced()),
                     false => Ok(Last::HandOver),
                 };
             }
-            // A client that lives renews well within its lease: silence is a peer that vanished
-            // without a word.
             let mut room = self.service.frames.room(self.peer.origin);
-            let received = self.stream.receive_charged(
-                MAX_FRAME_BYTES,
-                Instant::now() + lease,
-                &mut |bytes| {
+            let received = self
+                .stream
+                .receive_charged(MAX_FRAME_BYTES, silent_at, &mut |bytes| {
                     // A connection that replaces this one waits for its end.
                     room.grow(bytes, Instant::now() + ROOM, &|| held.is_replaced())
-                },
-            );
+                });
             let request: Request = match received {
                 Err(ReceiveError::Io(error))
                     if error.kind() == std::io::ErrorKind::UnexpectedEof =>
