@@ -5,7 +5,10 @@ use std::{
     io::{IoSliceMut, Write},
     os::{
         fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd},
-        unix::{net::UnixDatagram, process::CommandExt},
+        unix::{
+            net::{UnixDatagram, UnixStream},
+            process::CommandExt,
+        },
     },
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
@@ -337,9 +340,13 @@ fn a_process_that_the_manager_did_not_start_gives_it_nothing() {
     let mut service = service(managed.directory.path(), &managed.arguments, "1");
     managed.kept.lock().unwrap().is_ready = false;
     managed.service = service.spawn().unwrap();
-    managed.wait_until_ready();
+    let Endpoint::Shm(path) = managed.shm.clone() else {
+        unreachable!("shm");
+    };
+    wait_until("clients are served", || UnixStream::connect(&path).is_ok());
     managed.end(Signal::SIGTERM);
     assert_eq!(managed.count(), 0);
+    assert!(!managed.kept.lock().unwrap().is_ready);
 }
 
 #[test]
