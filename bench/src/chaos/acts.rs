@@ -27,6 +27,9 @@ const PATIENCE: Duration = Duration::from_secs(120);
 /// Time after which a server that has died is given up: three seconds after the first request that
 /// fails, which is made within a second, and as long again for a busy machine.
 const KNOWN_AFTER: Duration = Duration::from_secs(6);
+/// Time after which a copy that missed a write counts as missing: a request to a silent server
+/// waits for a quarter of the deadline.
+const MISSED_AFTER: Duration = Duration::from_secs(4);
 /// Interval of looks at the statistics where a server is to die in the midst of something short.
 const LOOK: Duration = Duration::from_micros(200);
 
@@ -62,18 +65,16 @@ impl Scene<'_> {
         let Some(begun) = self.begin(kind, random)? else {
             return Ok(None);
         };
+        let ended = Instant::now();
         let fault_us = Faults::of(&self.work.faults()?);
-        // Copies count as missing once their server is given up. Before, only those of writes that
-        // the server misses do, each for a moment.
-        let is_death = begun.is_death && self.tells_death;
-        let known_after = if is_death {
-            KNOWN_AFTER
-        } else {
-            Duration::ZERO
+        // Copies count as missing once their server is given up, or has missed a write.
+        let known_after = match begun.is_death && self.tells_death {
+            true => KNOWN_AFTER,
+            false => MISSED_AFTER,
         };
         let is_whole =
             |store: &StoreStatsSnapshot| store.under_protected_bytes + store.draining_bytes == 0;
-        self.wait(|store| is_whole(store) && begun.at.elapsed() > known_after)
+        self.wait(|store| is_whole(store) && ended.elapsed() > known_after)
             .with_context(|| {
                 let (servers, kind) = (begun.servers.join(", "), kind.name());
                 format!("copies are missing {PATIENCE:?} after `{kind}` of {servers}")
