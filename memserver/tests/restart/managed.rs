@@ -3,18 +3,16 @@
 use std::{
     fs::File,
     io::{IoSliceMut, Write},
+    net::{Ipv4Addr, TcpListener},
     os::{
         fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd},
-        unix::{
-            net::{UnixDatagram, UnixStream},
-            process::CommandExt,
-        },
+        unix::{net::UnixDatagram, process::CommandExt},
     },
     path::{Path, PathBuf},
-    process::{Child, Command, Stdio},
+    process::{self, Child, Command, Stdio},
     sync::{
         Arc, Mutex,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicBool, AtomicU32, Ordering},
     },
     thread,
 };
@@ -74,8 +72,12 @@ impl Managed {
         let shm: Endpoint = format!("shm://{}", directory.path().join("s").display())
             .parse()
             .unwrap();
-        // A port that was free just now: the service has it for good.
-        let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        // A port that was free just now, of an address that nobody else has: the service has it for
+        // good, also between two processes.
+        static SERVICES: AtomicU32 = AtomicU32::new(0);
+        let (test, service) = (process::id(), SERVICES.fetch_add(1, Ordering::Relaxed));
+        let address = Ipv4Addr::from_bits(0x7f40_0000 + ((test % 0x4000) << 8) + service % 0x100);
+        let port = TcpListener::bind((address, 0)).unwrap();
         let tcp: Endpoint = format!("tcp://{}", port.local_addr().unwrap())
             .parse()
             .unwrap();
@@ -336,14 +338,15 @@ fn a_process_that_the_manager_did_not_start_gives_it_nothing() {
     let mut managed = Managed::start(&["--capacity", "64MiB"]);
     managed.end(Signal::SIGTERM);
     managed.kept.lock().unwrap().descriptors.clear();
+    let before = managed.log().matches("listening").count();
     // The service's main process is its parent.
     let mut service = service(managed.directory.path(), &managed.arguments, "1");
     managed.kept.lock().unwrap().is_ready = false;
     managed.service = service.spawn().unwrap();
-    let Endpoint::Shm(path) = managed.shm.clone() else {
-        unreachable!("shm");
-    };
-    wait_until("clients are served", || UnixStream::connect(&path).is_ok());
+    wait_until("clients are served", || {
+        let log = managed.log();
+        log.matches("listening").count() > before
+    });
     managed.end(Signal::SIGTERM);
     assert_eq!(managed.count(), 0);
     assert!(!managed.kept.lock().unwrap().is_ready);

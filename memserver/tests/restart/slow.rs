@@ -86,7 +86,9 @@ fn a_stop_that_is_asked_for_during_a_restart_is_heard() {
     wait_until("the restart begins", || server.count("\"restarting\"") == 1);
     server.daemon.signal(Signal::SIGTERM);
     assert_eq!(server.daemon.wait().code(), Some(0));
-    assert_eq!(server.count("asked to stop meanwhile"), 1);
+    wait_until("the log says why", || {
+        server.count("asked to stop meanwhile") == 1
+    });
 }
 
 #[test]
