@@ -48,7 +48,7 @@ struct CutDisk {
     /// Steps until the power is cut.
     left: Option<u64>,
     /// Step that fails, and the beginning of the names of its files.
-    faults: Option<(Step, &'static str, io::ErrorKind)>,
+    faults: Option<(Step, String, io::ErrorKind)>,
     written_bytes: u64,
 }
 
@@ -112,9 +112,9 @@ impl CutDisk {
             Some(left) => *left -= 1,
             None => {}
         }
-        match self.faults {
-            Some((fault, prefix, kind)) if fault == step && name.starts_with(prefix) => {
-                Err(kind.into())
+        match &self.faults {
+            Some((fault, prefix, kind)) if *fault == step && name.starts_with(prefix.as_str()) => {
+                Err((*kind).into())
             }
             _ => Ok(()),
         }
@@ -143,8 +143,8 @@ impl CutFolder {
     }
 
     /// Makes `step` fail from now on, on files whose names begin with `prefix`.
-    pub(crate) fn fail(&self, fault: Option<(Step, &'static str, io::ErrorKind)>) {
-        self.0.lock().faults = fault;
+    pub(crate) fn fail(&self, fault: Option<(Step, &str, io::ErrorKind)>) {
+        self.0.lock().faults = fault.map(|(step, prefix, kind)| (step, prefix.to_owned(), kind));
     }
 
     /// Returns the directory as it is after a cut.

@@ -137,8 +137,8 @@ fn a_publication_that_the_disk_refuses_after_its_answer_is_written_before_the_ne
     let state = start(&folder, Persistence::Soon).unwrap();
     let first = publish_once(&state, "a");
     let mut writer = Writer::open(&state, "a").unwrap();
-    let name = folder.files("extent-").remove(0).leak();
-    folder.fail(Some((Step::Write, name, io::ErrorKind::StorageFull)));
+    let name = folder.files("extent-").remove(0);
+    folder.fail(Some((Step::Write, &name, io::ErrorKind::StorageFull)));
     writer.publish_soon(&state, &mut random()).unwrap();
     let shown = durability(&state, "a");
     let Durability::Failed(why) = shown else {

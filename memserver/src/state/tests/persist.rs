@@ -470,8 +470,7 @@ fn a_damaged_name_says_so_keeps_its_files_and_leaves_others_alone() {
         ("missing", &|folder, _, extent| folder.lose(extent)),
         ("bytes", &|folder, _, extent| folder.tamper(extent, cut)),
         ("reading", &|folder, _, extent| {
-            let prefix = extent.to_owned().leak();
-            folder.fail(Some((Step::Read, prefix, io::ErrorKind::Other)));
+            folder.fail(Some((Step::Read, extent, io::ErrorKind::Other)));
         }),
     ];
     for (reason, harm) in harms {
