@@ -21,8 +21,9 @@ use crate::{
     state::{self, is_remote},
 };
 
+/// Defines interposed calls: `$way` makes each, of which the next library's is a part.
 macro_rules! calls {
-    ($($name:ident $later:ident = $number:ident($($arg:ident: $type:ty),*) -> $result:ty [$($value:expr),*];)+) => {
+    ($way:ident: $($name:ident $later:ident = $number:ident($($arg:ident: $type:ty),*) -> $result:ty [$($value:expr),*];)+) => {
         $(
             next! {
                 #[doc = stringify!($name)]
@@ -35,17 +36,28 @@ macro_rules! calls {
             /// As the call.
             #[unsafe(no_mangle)]
             pub(crate) unsafe extern "C-unwind" fn $name($($arg: $type),*) -> $result {
-                let args = [$($value),*];
                 // SAFETY: the caller's promise.
                 unsafe {
-                    if is_copied(libc::$number, args) {
-                        return outcome(guesses::call(libc::$number, args)) as $result;
-                    }
-                    $later($($arg),*)
+                    let later = || $later($($arg),*) as isize;
+                    $way(libc::$number, [$($value),*], later) as $result
                 }
             }
         )+
     };
+}
+
+/// Makes a call of the program's: with copies of its remote buffers, or as the next library does.
+///
+/// # Safety
+/// As the call.
+unsafe fn copied(number: c_long, args: calls::Arguments, later: impl FnOnce() -> isize) -> isize {
+    // SAFETY: the caller's promise.
+    unsafe {
+        match is_copied(number, args) {
+            true => outcome(guesses::call(number, args)),
+            false => later(),
+        }
+    }
 }
 
 /// True if a call has remote buffers that are copied.
@@ -244,7 +256,7 @@ fn outcome(result: isize) -> isize {
     result
 }
 
-calls! {
+calls! { copied:
     vmsplice later_vmsplice = SYS_vmsplice(fd: c_int, list: *const iovec, count: usize, flags: c_uint) -> isize
         [fd as usize, list as usize, count, flags as usize, 0, 0];
     send later_send = SYS_sendto(fd: c_int, from: *const c_void, bytes: usize, flags: c_int) -> isize
@@ -281,40 +293,19 @@ calls! {
         [fd as usize, messages as usize, count as usize, flags as usize, 0, 0];
 }
 
-/// Defines interposed calls: each the next library's, after which the rest is done if the kernel
-/// found absent memory.
-macro_rules! completed {
-    ($($name:ident $later:ident = $number:ident($($arg:ident: $type:ty),*) -> $result:ty [$($value:expr),*];)+) => {
-        $(
-            next! {
-                #[doc = stringify!($name)]
-                $later = (name(concat!(stringify!($name), "\0")))($($arg: $type),*) -> $result, else -1;
-            }
-
-            #[doc = concat!("`", stringify!($name), "`.")]
-            ///
-            /// # Safety
-            /// As the call.
-            #[unsafe(no_mangle)]
-            pub(crate) unsafe extern "C-unwind" fn $name($($arg: $type),*) -> $result {
-                // SAFETY: the caller's promise.
-                unsafe {
-                    let result = $later($($arg),*);
-                    completed(libc::$number, [$($value),*], result as isize) as $result
-                }
-            }
-        )+
-    };
-}
-
-/// Goes on with a call of the program's that has returned `result`, if absent memory is why it did
-/// not do all.
+/// Makes a call of the program's as the next library does, and goes on with it if absent memory is
+/// why it did not do all.
 ///
 /// # Safety
 /// As the call.
-unsafe fn completed(number: c_long, args: calls::Arguments, result: isize) -> isize {
+unsafe fn completed(
+    number: c_long,
+    args: calls::Arguments,
+    later: impl FnOnce() -> isize,
+) -> isize {
     /// Kind of the requests of a userfaultfd. The runtime makes them where it serves a fault.
     const UFFDIO: usize = 0xaa;
+    let result = later();
     let first = if result < 0 {
         -(errno() as isize)
     } else {
@@ -337,7 +328,7 @@ unsafe fn completed(number: c_long, args: calls::Arguments, result: isize) -> is
     outcome(unsafe { guesses::complete(number, args, first) })
 }
 
-completed! {
+calls! { completed:
     ioctl later_ioctl = SYS_ioctl(fd: c_int, request: c_ulong, argument: usize) -> c_int
         [fd as usize, request as usize, argument, 0, 0, 0];
     setsockopt later_setsockopt = SYS_setsockopt(fd: c_int, level: c_int, name: c_int, value: *const c_void, bytes: socklen_t) -> c_int
