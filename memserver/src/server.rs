@@ -635,13 +635,10 @@ impl RunningServer {
             let (stopped, wake) = &*stops;
             let mut stopped = stopped.lock();
             // Clients speak first: their renewals may have waited while nobody was served.
-            loop {
-                if !*stopped {
-                    wake.wait_for(&mut stopped, every);
-                }
-                if *stopped {
-                    return;
-                }
+            while wake
+                .wait_while_for(&mut stopped, |stopped| !*stopped, every)
+                .timed_out()
+            {
                 state.reap(Instant::now());
             }
         };

@@ -1,7 +1,7 @@
 //! The books of a server between two processes.
 //!
 //! The rule it keeps: books are written when no request is under way, and read whole or not at all.
-//! What can be derived from other records is derived, so that the books agree with each other.
+//! Books leave out what other records say, so that they agree with each other.
 
 use std::{
     collections::{HashMap, HashSet, hash_map::Entry},
