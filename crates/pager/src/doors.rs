@@ -15,8 +15,8 @@ use std::{
 use crossbeam_channel::{Receiver, Sender};
 use farpage_fabric::Since;
 use farpage_store::{PageIndex, PageRange};
+use farpage_tables::Doorbell;
 use farpage_vm::Shard;
-use nix::sys::eventfd::{EfdFlags, EventFd};
 
 use crate::{
     PageError,
@@ -74,8 +74,8 @@ pub(crate) struct Doors {
     /// True if evictors that are not needed stay asleep.
     tuned_evictors: bool,
     stopping: AtomicBool,
-    /// Event that is readable when fillers shall stop, by all threads that drive them.
-    stopped: EventFd,
+    /// Rung when fillers shall stop, for all threads that drive them.
+    stopped: Doorbell,
 }
 
 /// Door of a filler.
@@ -100,13 +100,12 @@ impl Doors {
         evictors: Vec<WorkerWaker>,
         tuned_evictors: bool,
     ) -> io::Result<Doors> {
-        let flags = EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK;
         Ok(Doors {
             fillers,
             evictors,
             tuned_evictors,
             stopping: AtomicBool::new(false),
-            stopped: EventFd::from_value_and_flags(0, flags)?,
+            stopped: Doorbell::new()?,
         })
     }
 
@@ -187,9 +186,7 @@ impl Doors {
     /// Makes all workers end after their turn.
     pub(crate) fn stop(&self) {
         self.stopping.store(true, Ordering::SeqCst);
-        self.stopped
-            .write(1)
-            .expect("one event does not overflow an eventfd");
+        self.stopped.ring();
         self.wake_evictors();
     }
 

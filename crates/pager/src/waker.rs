@@ -13,68 +13,39 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farpage_tables::{is_private, lost};
+use farpage_tables::Doorbell;
 use nix::{
     errno::Errno,
     poll::{PollFd, PollFlags, ppoll},
     sys::{
-        eventfd::{EfdFlags, EventFd},
         prctl,
         signal::{SigSet, Signal},
-        stat::fstat,
         time::TimeSpec,
     },
 };
 
-/// Name of a worker's descriptor for a program that has closed it.
-const EVENTFD: &str = "a worker's eventfd";
-
 /// Waker of one worker.
 #[derive(Debug)]
 pub(crate) struct WorkerWaker {
-    event: EventFd,
+    doorbell: Doorbell,
     asleep: AtomicBool,
-    /// True if the event's number is one of a table that the program does not share.
-    is_private: bool,
-    /// Device and inode of the event's descriptor.
-    identity: (u64, u64),
 }
 
 impl WorkerWaker {
     pub(crate) fn new() -> io::Result<WorkerWaker> {
-        let event =
-            EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
         Ok(WorkerWaker {
-            identity: identity(&event)?,
-            event,
+            doorbell: Doorbell::new()?,
             asleep: AtomicBool::new(false),
-            is_private: is_private(),
         })
-    }
-
-    /// Ends the process if the program has closed the event, or put a file in its place, which must
-    /// not be written to.
-    fn check(&self) {
-        if !self.is_private && identity(&self.event) != Ok(self.identity) {
-            lost(EVENTFD);
-        }
     }
 
     /// Wakes the worker if it sleeps or is about to.
     pub(crate) fn wake(&self) {
-        debug_assert_eq!(
-            is_private(),
-            self.is_private,
-            "a waker is used on its own table: elsewhere its number may be a file of the program's"
-        );
         // Pairs with the fence in `prepare`: either the worker sees the work, or we see that it is
         // asleep.
         fence(Ordering::SeqCst);
         if self.asleep.load(Ordering::Relaxed) && self.asleep.swap(false, Ordering::Relaxed) {
-            self.check();
-            self.event
-                .write(1)
-                .expect("single wake-ups do not overflow an eventfd");
+            self.doorbell.ring();
         }
     }
 
@@ -92,15 +63,13 @@ impl WorkerWaker {
 
     /// Returns a descriptor that is readable after a wake-up.
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
-        self.event.as_fd()
+        self.doorbell.as_fd()
     }
 
-    /// Clears the event after a sleep on [`fd`](Self::fd) if the worker was `woken`.
+    /// Clears the doorbell after a sleep on [`fd`](Self::fd) if the worker was `woken`.
     pub(crate) fn clear(&self, woken: bool) {
         if woken {
-            self.check();
-            // Another wake-up that comes between only wakes once more.
-            let _ = self.event.read();
+            self.doorbell.clear();
         }
     }
 
@@ -111,11 +80,6 @@ impl WorkerWaker {
         self.cancel();
         self.clear(fds.last().is_some_and(|fd| fd.any() == Some(true)));
     }
-}
-
-/// Returns the device and the inode of an open descriptor.
-fn identity(event: &EventFd) -> nix::Result<(u64, u64)> {
-    fstat(event).map(|file| (file.st_dev, file.st_ino))
 }
 
 /// Sleeps until an event on one of `fds`, or `until`. May wake for no reason.

@@ -20,10 +20,9 @@ use std::{
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender};
 use farpage_fabric::log::later;
 use farpage_signals::Mutex;
-use farpage_tables::{Held, Programs, is_private, run_outside, spawn_outside};
+use farpage_tables::{Doorbell, Held, Programs, is_private, run_outside, spawn_outside};
 use nix::{
     sched::{CpuSet, sched_getaffinity, sched_setaffinity},
-    sys::eventfd::{EfdFlags, EventFd},
     unistd::Pid,
 };
 
@@ -338,18 +337,16 @@ fn panic_text(payload: Box<dyn Any + Send>) -> String {
     }
 }
 
-/// Doorbell of the I/O queue that waits for work done elsewhere. One write per sleep of the I/O
-/// queue.
+/// Waker of the I/O queue that waits for work done elsewhere. Rings once per sleep of the I/O queue.
 pub(crate) struct Waker {
-    event: Held<EventFd>,
+    doorbell: Held<Doorbell>,
     woken: AtomicBool,
 }
 
 impl Waker {
     pub(crate) fn new() -> io::Result<Self> {
-        let event = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
         Ok(Self {
-            event: Held::new(event),
+            doorbell: Held::new(Doorbell::new()?),
             woken: AtomicBool::new(false),
         })
     }
@@ -357,21 +354,20 @@ impl Waker {
     /// Wakes the I/O queue. Call after the result was put where the I/O queue looks.
     pub(crate) fn wake(&self) {
         if !self.woken.swap(true, Ordering::AcqRel) {
-            // A write only fails when the counter is full: the descriptor is readable anyway.
-            let _ = self.event.with(|event| event.write(1));
+            self.doorbell.with(Doorbell::ring);
         }
     }
 
     /// Clears the doorbell. Call before looking: a result that is put after the look rings again.
     pub(crate) fn clear(&self) {
-        // Read first: a waker in between finds the flag set and does not write, but the look finds
+        // Clear first: a waker in between finds the flag set and does not ring, but the look finds
         // its result.
-        let _ = self.event.get().read();
+        self.doorbell.get().clear();
         self.woken.swap(false, Ordering::AcqRel);
     }
 
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
-        self.event.get().as_fd()
+        self.doorbell.get().as_fd()
     }
 }
 

@@ -158,7 +158,7 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
 
     fn over(cluster: &Arc<Cluster>, ports: Vec<Port<IoBuf<F>>>) -> Result<Self, ConnectError> {
         let waker = Waker::new().map_err(|source| ConnectError::Unreachable {
-            endpoint: "eventfd of a worker".to_owned(),
+            endpoint: "doorbell of a worker".to_owned(),
             source,
         })?;
         let (ended_calls_sender, ended_calls) = crossbeam_channel::unbounded();

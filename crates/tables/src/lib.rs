@@ -8,12 +8,14 @@
 //! [`Held`] sees to that. A runtime that works on the program's table, because the program's
 //! threads need its descriptors, keeps second references by a [`Keeper`].
 
+mod doorbell;
 mod held;
 mod keeper;
 mod private;
 mod queue;
 mod table;
 
+pub use doorbell::Doorbell;
 pub use held::{Held, HeldWeak, Programs};
 pub use keeper::{Keeper, lost};
 pub use table::{Table, errand, errand_outside, is_private, run_outside, spawn, spawn_outside};
