@@ -337,7 +337,8 @@ fn panic_text(payload: Box<dyn Any + Send>) -> String {
     }
 }
 
-/// Waker of the I/O queue that waits for work done elsewhere. Rings once per sleep of the I/O queue.
+/// Waker of the I/O queue that waits for work done elsewhere. Rings once per sleep of the I/O
+/// queue.
 pub(crate) struct Waker {
     doorbell: Held<Doorbell>,
     woken: AtomicBool,

@@ -10,6 +10,9 @@ use std::{collections::BTreeSet, mem, process::ExitCode};
 /// Time of one test beyond which [`Tally::close`] names it.
 const SLOW_S: f64 = 20.0;
 
+/// Part of a panic's message that [`Tally::close`] repeats.
+const REASON_CHARS: usize = 300;
+
 /// Counts of tests, and the lines to show of the programs that ran them.
 #[derive(Default)]
 pub(crate) struct Tally {
@@ -34,6 +37,10 @@ pub(crate) struct Tally {
     skips_passed: usize,
     /// True inside the part in which libtest repeats the output of passing tests.
     in_successes: bool,
+    /// Failed test whose output is being read.
+    failed: Option<String>,
+    /// Place of the panic whose message is the next line.
+    panicked_at: Option<String>,
 }
 
 impl Tally {
@@ -136,6 +143,7 @@ impl Tally {
                 }
             }
         }
+        self.note_reason(line);
         match line {
             "successes:" => self.in_successes = true,
             "failures:" => self.in_successes = false,
@@ -157,6 +165,29 @@ impl Tally {
             }
         }
         !self.in_successes
+    }
+
+    /// Adds the first panic in the output of a failed test to its entry in `failures`, so that the
+    /// closing lines say why.
+    fn note_reason(&mut self, line: &str) {
+        let section = line.strip_prefix("---- ");
+        if let Some(test) = section.and_then(|it| it.strip_suffix(" stdout ----")) {
+            self.failed = Some(test.to_owned());
+        } else if let Some(at) = self.panicked_at.take() {
+            let failed = self.failed.take();
+            let failures = self.failures.iter_mut();
+            if let Some(entry) = failures
+                .rev()
+                .find(|entry| Some(&**entry) == failed.as_ref())
+            {
+                let message: String = line.chars().take(REASON_CHARS).collect();
+                *entry = format!("{entry}: {message} ({at})");
+            }
+        } else if let Some((_, at)) = line.split_once(" panicked at ")
+            && self.failed.is_some()
+        {
+            self.panicked_at = Some(at.trim_end_matches(':').to_owned());
+        }
     }
 }
 
@@ -231,6 +262,10 @@ failures:
 
 ---- d stdout ----
 it broke
+thread 'd' (7) panicked at tests/d.rs:9:5:
+left is not right
+thread 'd' (7) panicked at tests/d.rs:10:5:
+while dropping
 
 failures:
     d
@@ -244,7 +279,7 @@ test result: FAILED. 3 passed; 1 failed; 1 ignored; 0 measured; 0 filtered out; 
             tally.take(line.as_bytes());
         }
         assert_eq!(tally.passed, 1);
-        assert_eq!(tally.failures, ["d"]);
+        assert_eq!(tally.failures, ["d: left is not right (tests/d.rs:9:5)"]);
         let skips = [
             "c: needs a NIC",
             "b: no permission",
