@@ -49,24 +49,30 @@ impl Doorbell {
     /// Makes the descriptor readable. Ends the process if the program has closed or replaced one of
     /// the doorbell's descriptors.
     pub fn ring(&self) {
-        self.report(EpollFlags::EPOLLIN);
+        self.try_ring().unwrap_or_else(end);
+    }
+
+    /// Makes the descriptor readable.
+    ///
+    /// # Errors
+    /// The program has closed or replaced one of the doorbell's descriptors.
+    pub fn try_ring(&self) -> Result<(), Errno> {
+        self.set(EpollFlags::EPOLLIN)
     }
 
     /// Makes the descriptor unreadable. Ends the process as [`ring`](Doorbell::ring) does.
     pub fn clear(&self) {
-        self.report(EpollFlags::empty());
-    }
-
-    fn report(&self, events: EpollFlags) {
-        if self.set(events).is_err() {
-            lost("a worker's doorbell");
-        }
+        self.set(EpollFlags::empty()).unwrap_or_else(end);
     }
 
     fn set(&self, events: EpollFlags) -> Result<(), Errno> {
         self.bell
             .modify(&self.always_readable, &mut EpollEvent::new(events, 0))
     }
+}
+
+fn end(_: Errno) {
+    lost("a worker's doorbell")
 }
 
 impl AsFd for Doorbell {

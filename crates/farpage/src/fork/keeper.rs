@@ -23,8 +23,8 @@ use std::{
 
 use farpage_pager::Pager;
 use farpage_store::Snapshot;
+use farpage_tables::Doorbell;
 use farpage_vm::{KernelSpace, child::ChildFeatures};
-use nix::sys::eventfd::{EfdFlags, EventFd};
 
 use super::{
     hooks::say,
@@ -57,7 +57,6 @@ impl Keeper {
         let start = || -> io::Result<(RawFd, Arc<Shared>)> {
             let listener = link::listen(&name)?;
             let number = listener.as_raw_fd();
-            let flags = EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK;
             let shared = Arc::new(Shared {
                 expected: Mutex::default(),
                 census: Arc::new(Census::new(farpage_tables::is_private())),
@@ -66,7 +65,7 @@ impl Keeper {
                 is_held: AtomicBool::new(false),
                 is_due: AtomicBool::new(false),
                 ends: AtomicBool::new(false),
-                waker: EventFd::from_value_and_flags(0, flags)?,
+                waker: Doorbell::new()?,
             });
             let (cluster, lender) = (pager.cluster().clone(), pager.lender());
             let serving = Serving::new(listener, shared.clone(), cluster, lender);

@@ -160,6 +160,7 @@ impl Serving {
                 .iter()
                 .map(|visitor| readable(visitor.socket.as_fd())),
         );
+        let doorbell = fds.len();
         fds.push(readable(self.shared.waker.as_fd()));
         if !self.shared.is_held.load(Ordering::SeqCst) {
             fds.push(readable(self.listener.as_fd()));
@@ -176,9 +177,10 @@ impl Serving {
         });
         // A failure of the kernel's is met again, and told, where the descriptor is used.
         let _ = poll(&mut fds, timeout);
-        let has_hung_up = |fd: &PollFd<'_>| fd.revents().is_some_and(|events| !events.is_empty());
+        let has_event = |fd: &PollFd<'_>| fd.revents().is_some_and(|events| !events.is_empty());
+        let is_woken = has_event(&fds[doorbell]);
         let hung_up: Vec<u64> = (talking.iter().zip(&fds))
-            .filter(|(_, fd)| has_hung_up(fd))
+            .filter(|(_, fd)| has_event(fd))
             .map(|(&key, _)| key)
             .collect();
         for key in hung_up {
@@ -186,7 +188,8 @@ impl Serving {
             child.expect("a child of this turn").is_hung_up = true;
             self.next_look = Instant::now();
         }
-        if self.shared.waker.read().is_ok() {
+        if is_woken {
+            self.shared.waker.clear();
             self.next_look = Instant::now();
         }
     }

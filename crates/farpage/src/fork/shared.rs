@@ -12,7 +12,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use nix::sys::eventfd::EventFd;
+use farpage_tables::Doorbell;
 
 use super::image::{Census, Image};
 
@@ -37,7 +37,7 @@ pub(super) struct Shared {
     /// waits for that: forks in a row would leave the thread no time.
     pub(super) is_due: AtomicBool,
     pub(super) ends: AtomicBool,
-    pub(super) waker: EventFd,
+    pub(super) waker: Doorbell,
 }
 
 pub(super) fn locked<T>(lock: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -76,8 +76,8 @@ impl Shared {
 
     /// Wakes the thread. To be called on its table.
     pub(super) fn wake(&self) {
-        // A full counter wakes the thread, too.
-        let _ = self.waker.write(1);
+        // Fails if the program has closed the doorbell. The thread's next turn is a later event's.
+        let _ = self.waker.try_ring();
     }
 
     /// Drops images and stores on another thread: servers may have to be asked, which the other
