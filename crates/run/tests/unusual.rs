@@ -18,7 +18,7 @@ use std::{
     process::{Command, Output, Stdio},
 };
 
-use common::{GCC, can_run, modes, output};
+use common::{AT_ONCE, GCC, can_run, modes, output};
 use farpage_testkit::text;
 use tempfile::TempDir;
 
@@ -41,9 +41,15 @@ fn confined() -> Option<(TempDir, String)> {
 }
 
 fn command(mode: &[&str], arguments: &[&str]) -> Command {
+    command_beginning(true, mode, arguments)
+}
+
+/// Makes a command that runs a program whose memory is under paging from the beginning, or from the
+/// allocation on that exceeds the budget.
+fn command_beginning(at_once: bool, mode: &[&str], arguments: &[&str]) -> Command {
     let mut farpage = Command::new(env!("CARGO_BIN_EXE_farpage"));
-    farpage.args(["run", "--at-once", "--budget", "4MiB"]);
-    farpage.args(["--capacity", "256MiB"]).args(mode);
+    farpage.args(["run", "--budget", "4MiB", "--capacity", "256MiB"]);
+    farpage.args(at_once.then_some(AT_ONCE)).args(mode);
     farpage.arg("--").args(arguments);
     farpage
 }
@@ -65,9 +71,15 @@ fn check_plugin(plugin: &str, program: &str, check: impl Fn(&str)) {
     let (plugin, program) = (plugin.to_str().unwrap(), program.to_str().unwrap());
     assert!(output(Command::new(program).arg(plugin)).status.success());
     for mode in modes() {
-        let ended = output(&mut command(mode, &[program, plugin]));
-        assert!(ended.status.success(), "{mode:?}: {}", said(&ended));
-        check(&text(&ended.stderr));
+        for at_once in [true, false] {
+            let ended = output(&mut command_beginning(at_once, mode, &[program, plugin]));
+            let why = said(&ended);
+            assert!(
+                ended.status.success(),
+                "{mode:?}, at once: {at_once}: {why}"
+            );
+            check(&text(&ended.stderr));
+        }
     }
 }
 
@@ -81,7 +93,7 @@ fn plugins_that_bind_deeply_free_what_the_program_has_made() {
 }
 
 #[test]
-fn constructors_of_plugins_wait_for_threads_that_allocate() {
+fn constructors_of_plugins_and_threads_that_they_wait_for_exceed_the_budget() {
     check_plugin("constructor", "load", |_| {});
 }
 

@@ -47,8 +47,8 @@ pub struct Table {
     outside: Arc<Queue>,
     /// Errands on the program's table.
     outside_errands: Arc<Queue>,
-    /// True once the threads beside the starter are there.
-    is_started: Mutex<bool>,
+    /// Number of threads that [`start`](Table::start) has started.
+    started: Mutex<usize>,
 }
 
 impl Table {
@@ -88,7 +88,7 @@ impl Table {
             starts,
             outside,
             outside_errands,
-            is_started: Mutex::default(),
+            started: Mutex::default(),
         });
         let _signals = SignalGuard::new();
         start("farpage-start", table.outside.clone(), || Ok(()))?;
@@ -101,27 +101,29 @@ impl Table {
     /// No thread can be started, or the kernel has no `close_range` (5.9).
     pub fn start(&self) -> io::Result<()> {
         let _signals = SignalGuard::new();
-        let is_started = self.is_started.lock();
-        let mut is_started = is_started.unwrap_or_else(PoisonError::into_inner);
-        if !*is_started {
-            self.start_threads()?;
-            *is_started = true;
+        let started = self.started.lock();
+        let mut started = started.unwrap_or_else(PoisonError::into_inner);
+        while let Some(result) = self.start_thread(*started) {
+            result?;
+            *started += 1;
         }
         Ok(())
     }
 
-    fn start_threads(&self) -> io::Result<()> {
-        if self.is_private {
-            let apart = || leave_programs_table(&[]);
-            start("farpage-table", self.starts.clone(), apart)?;
-            self.grow("farpage-call", &self.calls)?;
-            start("farpage-outside", self.outside_errands.clone(), || Ok(()))?;
+    /// Starts a thread of this table, of which `started` are there. `None`: all are there.
+    fn start_thread(&self, started: usize) -> Option<io::Result<()>> {
+        let apart = || leave_programs_table(&[]);
+        match started + if self.is_private { 0 } else { 3 } {
+            0 => Some(start("farpage-table", self.starts.clone(), apart)),
+            1 => Some(self.grow("farpage-call", &self.calls)),
+            2 => {
+                let outside = self.outside_errands.clone();
+                Some(start("farpage-outside", outside, || Ok(())))
+            }
+            // An errand may send another and wait for it: one that connects looks a name up.
+            3 | 4 => Some(self.grow("farpage-errand", &self.errands)),
+            _ => None,
         }
-        // An errand may send another and wait for it: one that connects looks a name up.
-        for _ in 0..2 {
-            self.grow("farpage-errand", &self.errands)?;
-        }
-        Ok(())
     }
 
     /// Starts one more thread of this table for a queue.

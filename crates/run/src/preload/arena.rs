@@ -20,7 +20,7 @@ use crate::{
     descriptors::Window,
     destructors, environment,
     environment::{PREFIX, variable},
-    exec, family, filter, guesses, is_starting, limits, made, mixed, process, report, say,
+    exec, family, filter, guesses, is_starting, limits, made, mixed, next, process, report, say,
     share::Share,
     signal_stack, signals, small,
     state::{self, Options, State},
@@ -159,6 +159,7 @@ extern "C" fn begin() {
         folder: variable("FOLDER").unwrap_or_default().into(),
     });
     exec::take_note();
+    next::look_up_all();
     process::begin();
     family::begin(state::folder());
     drop(inside);
@@ -319,11 +320,16 @@ fn build(table: Option<Arc<Table>>, window: Option<&Window>) -> Result<Plan, Str
 }
 
 /// True if the runtime's threads may start when they are needed, from within a request for memory:
-/// what the C library then asks for comes to this library, and no limit of the user's can be used
-/// up by then.
+/// what the C library then asks for comes to this library, no limit of the user's can be used up by
+/// then, and a new thread has an arena of the C library's to itself. A signal handler's request may
+/// have interrupted a thread that holds another.
 fn may_start_late() -> bool {
-    signals::look_up();
-    mixed::serves_c_library() && limits::leave_room_for_threads()
+    let limits_arenas = |name| std::env::var_os(name).is_some();
+    mixed::serves_c_library()
+        && limits::leave_room_for_threads()
+        && !["MALLOC_ARENA_MAX", "GLIBC_TUNABLES"]
+            .into_iter()
+            .any(limits_arenas)
 }
 
 /// Size of an arena in bytes.

@@ -75,18 +75,23 @@ impl Window {
             limit,
         };
         set_limit(&raised)?;
-        let mut last = file as u32;
-        while last < first {
-            let made = duplicate(&window.file, last + 1)?;
-            last = made.as_raw_fd() as u32;
-            if last < first {
+        let mut least = file as u32 + 1;
+        loop {
+            let made = duplicate(&window.file, least)?;
+            let number = made.as_raw_fd() as u32;
+            if number < first {
                 window.note(made.into_raw_fd() as u32);
+                least = number + 1;
+            } else if least > 0 {
+                // Another thread may have closed a lower one meanwhile.
+                least = 0;
+            } else {
+                return Ok(window);
             }
         }
-        Ok(window)
     }
 
-    /// Notes a duplicate that occupies a number above all that are noted.
+    /// Notes a duplicate that occupies `number`.
     fn note(&mut self, number: u32) {
         match self.occupied.last_mut() {
             Some(run) if run.end == number => run.end += 1,

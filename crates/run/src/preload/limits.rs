@@ -17,6 +17,7 @@ use std::{
     },
 };
 
+use farpage_vm::sigbus::on_stock_stack;
 use libc::rlimit;
 
 use crate::{
@@ -120,7 +121,12 @@ pub(crate) unsafe extern "C" fn prlimit(
     old: *mut rlimit,
 ) -> c_int {
     let is_own = process == 0 || process == process::id() as libc::pid_t;
-    if is_own && resource == libc::RLIMIT_NPROC && !new.is_null() {
+    // SAFETY: the caller's promise. Read before a lock is taken: it may be remote.
+    let asked = (!new.is_null()).then(|| unsafe { *new });
+    if is_own
+        && resource == libc::RLIMIT_NPROC
+        && asked.is_some_and(|asked| asked.rlim_cur < kernels(resource).rlim_cur)
+    {
         begin_work();
     }
     let counted = COUNTED.iter().position(|&counted| counted == resource);
@@ -128,8 +134,6 @@ pub(crate) unsafe extern "C" fn prlimit(
         // SAFETY: the caller's promise.
         return unsafe { libc::syscall(libc::SYS_prlimit64, process, resource, new, old) as c_int };
     };
-    // SAFETY: the caller's promise. Read before the lock: it may be remote.
-    let asked = (!new.is_null()).then(|| unsafe { *new });
     let (before, code) = exchange(at, asked);
     if code == 0 && !old.is_null() {
         // SAFETY: the caller's promise.
@@ -139,11 +143,15 @@ pub(crate) unsafe extern "C" fn prlimit(
 }
 
 /// Starts the runtime's threads, which could not start under a lower limit. If they cannot start
-/// now, either, the request that needs them fails, with a line.
+/// now, either, the request that needs them fails, with a line. A process that stays local needs
+/// none.
 fn begin_work() {
-    if let Some(runtime) = state::runtime() {
+    if let Some(runtime) = state::runtime()
+        && !state::serves_none()
+    {
         let _inside = Inside::enter();
-        let _ = runtime.begin_work();
+        // The caller's stack may be the smallest one of a thread.
+        let _ = on_stock_stack(|| runtime.begin_work());
     }
 }
 

@@ -6,7 +6,7 @@
 use std::{
     cell::Cell,
     ffi::{CStr, c_char, c_int, c_void},
-    mem, ptr,
+    mem, ptr, slice,
     sync::atomic::{AtomicPtr, AtomicUsize, Ordering},
 };
 
@@ -37,6 +37,35 @@ impl Next {
         found_or(&self.found, self.name, || {
             look_up(libc::RTLD_NEXT, self.name)
         })
+    }
+}
+
+unsafe extern "C" {
+    /// Beginning of the section that holds a reference to each function of `next!`.
+    #[link_name = "__start_farpage_next"]
+    static FIRST: u8;
+    /// End of that section.
+    #[link_name = "__stop_farpage_next"]
+    static END: u8;
+}
+
+/// Looks up all functions of `next!` that there are. Afterwards threads of the runtime do not wait
+/// for the loader's lock, which the program holds while it loads a library.
+pub(crate) fn look_up_all() {
+    if next_dlsym().is_none() {
+        return;
+    }
+    let (first, end) = (
+        (&raw const FIRST).cast::<&Next>(),
+        (&raw const END).cast::<&Next>(),
+    );
+    // SAFETY: the linker puts both around the entries of the section.
+    let entries = unsafe { slice::from_raw_parts(first, end.offset_from_unsigned(first)) };
+    for next in entries {
+        if next.found.load(Ordering::Relaxed).is_null() {
+            let found = look_up(libc::RTLD_NEXT, next.name);
+            next.found.store(found, Ordering::Relaxed);
+        }
     }
 }
 
@@ -102,6 +131,9 @@ macro_rules! next {
         /// As the function of this name.
         pub(crate) unsafe fn $name($($arg: $type),*) -> $result {
             static NEXT: $crate::next::Next = $crate::next::Next::new($of);
+            #[used]
+            #[unsafe(link_section = "farpage_next")]
+            static LISTED: &$crate::next::Next = &NEXT;
             let Some(found) = NEXT.get() else { return $otherwise };
             // SAFETY: the function of this name has this type.
             let function: unsafe extern "C" fn($($type),*) -> $result = unsafe { ::std::mem::transmute(found) };

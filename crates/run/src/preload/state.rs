@@ -74,6 +74,11 @@ pub(crate) fn serve_none() {
     MIN_BYTES.store(usize::MAX, Ordering::Relaxed);
 }
 
+/// True if no request is served any more.
+pub(crate) fn serves_none() -> bool {
+    MIN_BYTES.load(Ordering::Relaxed) == usize::MAX
+}
+
 /// Right to make the arena.
 static MAKING: Mutex<()> = Mutex::new(());
 /// Number of forks that this process has begun and not ended.

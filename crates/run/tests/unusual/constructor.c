@@ -1,19 +1,24 @@
-/* A plugin whose constructor waits for a thread that asks for large memory. The loader holds its
- * lock meanwhile. */
+/* A plugin whose constructor, and a thread that it waits for, fill more memory than the budget. The
+ * loader holds its lock meanwhile. */
 #include <pthread.h>
 #include <stdlib.h>
-#include <string.h>
 
-static void *ask(void *result) {
+enum { WORDS = 2 << 20 };
+
+static void *fill(void *result) {
     (void)result;
-    char *made = malloc(1 << 20);
-    if (made) memset(made, 1, 1 << 20);
+    unsigned *made = malloc(WORDS * sizeof *made);
+    if (!made) return NULL;
+    for (unsigned at = 0; at < WORDS; at++) made[at] = at * 2654435761u;
+    for (unsigned at = 0; at < WORDS; at++) if (made[at] != at * 2654435761u) return NULL;
     return made;
 }
 
 __attribute__((constructor)) static void begin(void) {
     pthread_t thread;
-    void *made = NULL;
-    if (pthread_create(&thread, NULL, ask, NULL) || pthread_join(thread, &made) || !made) abort();
+    void *mine = fill(NULL), *made = NULL;
+    if (pthread_create(&thread, NULL, fill, NULL) || pthread_join(thread, &made)) abort();
+    if (!mine || !made) abort();
+    free(mine);
     free(made);
 }
