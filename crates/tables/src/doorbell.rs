@@ -7,28 +7,30 @@
 use std::{
     io,
     os::fd::{AsFd, BorrowedFd},
+    sync::Arc,
 };
 
 use nix::{
     errno::Errno,
     sys::{
         epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags},
-        eventfd::{EfdFlags, EventFd},
+        eventfd::EventFd,
     },
 };
 
-use crate::lost;
+use crate::{Table, lost};
 
 /// An event that is readable from [`ring`](Doorbell::ring) until [`clear`](Doorbell::clear).
 ///
-/// An epoll instance that watches an eventfd, which is always readable. Ringing lets the instance
+/// An epoll instance that watches an eventfd, which is always readable, and which all doorbells of
+/// a table share. Ringing lets the instance
 /// report the eventfd, and clearing keeps it from that. Both are `epoll_ctl` calls, which the
 /// kernel refuses for anything but this pair of descriptors: they cost what a write and a read of
 /// an eventfd cost.
 #[derive(Debug)]
 pub struct Doorbell {
     bell: Epoll,
-    always_readable: EventFd,
+    always_readable: Arc<EventFd>,
 }
 
 impl Doorbell {
@@ -37,9 +39,9 @@ impl Doorbell {
     /// # Errors
     /// The process or the system has no descriptors or memory left.
     pub fn new() -> io::Result<Doorbell> {
-        let always_readable = EventFd::from_value_and_flags(1, EfdFlags::EFD_CLOEXEC)?;
+        let always_readable = Table::always_readable()?;
         let bell = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
-        bell.add(&always_readable, EpollEvent::new(EpollFlags::empty(), 0))?;
+        bell.add(&*always_readable, EpollEvent::new(EpollFlags::empty(), 0))?;
         Ok(Doorbell {
             bell,
             always_readable,
@@ -67,7 +69,7 @@ impl Doorbell {
 
     fn set(&self, events: EpollFlags) -> Result<(), Errno> {
         self.bell
-            .modify(&self.always_readable, &mut EpollEvent::new(events, 0))
+            .modify(&*self.always_readable, &mut EpollEvent::new(events, 0))
     }
 }
 

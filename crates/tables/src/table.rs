@@ -15,11 +15,12 @@ use std::{
     io, mem,
     panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
     process, ptr,
-    sync::{Arc, Condvar, Mutex, PoisonError},
+    sync::{Arc, Condvar, Mutex, PoisonError, Weak},
     thread::{Builder, JoinHandle},
 };
 
 use farpage_signals::SignalGuard;
+use nix::sys::eventfd::{EfdFlags, EventFd};
 
 use crate::{
     private::leave_programs_table,
@@ -49,6 +50,8 @@ pub struct Table {
     outside_errands: Arc<Queue>,
     /// Number of threads that [`start`](Table::start) has started.
     started: Mutex<usize>,
+    /// Eventfd that all doorbells of this table watch. The last of them closes it, on this table.
+    always_readable: Mutex<Weak<EventFd>>,
 }
 
 impl Table {
@@ -89,6 +92,7 @@ impl Table {
             outside,
             outside_errands,
             started: Mutex::default(),
+            always_readable: Mutex::default(),
         });
         let _signals = SignalGuard::new();
         start("farpage-start", table.outside.clone(), || Ok(()))?;
@@ -142,6 +146,27 @@ impl Table {
         let told = slot.clone();
         self.starts.push(Box::new(move || told.put(start())));
         slot.wait()
+    }
+
+    /// Returns an eventfd of the calling thread's table that is always readable.
+    pub(crate) fn always_readable() -> io::Result<Arc<EventFd>> {
+        let new = || {
+            Ok(Arc::new(EventFd::from_value_and_flags(
+                1,
+                EfdFlags::EFD_CLOEXEC,
+            )?))
+        };
+        let Some(table) = Table::current() else {
+            return new();
+        };
+        let kept = table.always_readable.lock();
+        let mut kept = kept.unwrap_or_else(PoisonError::into_inner);
+        if let Some(event) = kept.upgrade() {
+            return Ok(event);
+        }
+        let made = new()?;
+        *kept = Arc::downgrade(&made);
+        Ok(made)
     }
 
     /// Returns the table of the calling thread, if it works on a [`Table`].
