@@ -1,14 +1,14 @@
 //! [`Table`]: a descriptor table of a runtime's, with threads that run calls and errands on it.
 //!
-//! The rule it keeps: the threads exist before memory is remote. A thread that is started later runs
-//! code of the C library that asks the program's allocator for memory, whose own state may be
+//! The rule it keeps: the threads exist before memory is remote. A thread that is started later
+//! runs code of the C library that asks the program's allocator for memory, whose own state may be
 //! remote. One more is started only where all are in long calls, and no caller waits for that one
 //! alone.
 //!
 //! One thread, the *starter*, exists from the table's beginning, and starts all others: a thread
 //! inherits neither filters of system calls nor signal masks that the program's threads have by
-//! then. A private table cannot be used without its threads. Those of the program's table start with
-//! the first errand, or by [`Table::start`].
+//! then. A private table cannot be used without its threads. Those of the program's table start
+//! with the first errand, or by [`Table::start`].
 
 use std::{
     cell::Cell,
@@ -136,7 +136,7 @@ impl Table {
         self.by_starter(move || start(name, queue, || Ok(())))
     }
 
-    /// Has the starter of this table start a thread by `start`, and waits for the result.
+    /// Starts a thread by `start` on the starter of this table, and waits for the result.
     fn by_starter<R: Send + 'static>(
         &self,
         start: impl FnOnce() -> io::Result<R> + Send + 'static,
