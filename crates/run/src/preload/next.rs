@@ -67,6 +67,9 @@ pub(crate) fn look_up_all() {
             next.found.store(found, Ordering::Relaxed);
         }
     }
+    // The program does not find the error of a function that its C library lacks.
+    // SAFETY: the text is not used.
+    unsafe { libc::dlerror() };
 }
 
 /// Looks a name up, as the next library's `dlsym` does for this library. Null: it is not there, or
