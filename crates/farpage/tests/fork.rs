@@ -18,7 +18,9 @@ use std::{
 
 use common::{
     Fabric, Memory, begin, builder, can_reach, fabrics,
-    forks::{end, fill, holds_in_own_child, must_pass, start, value, wrong},
+    forks::{
+        end, fill, holds_in_own_child, must_pass, start, value, wait_until_nothing_is_held, wrong,
+    },
     over_fabrics,
 };
 use farpage::{Advice, Codec, FaultMode, RegionOptions, RemoteArray, Runtime};
@@ -59,7 +61,7 @@ fn each(
             let runtime = builder.build().unwrap();
             let array = runtime.array_with(words, options()).unwrap();
             test(&runtime, array);
-            wait_until("no slot is held", || runtime.stats().store.held_bytes == 0);
+            wait_until_nothing_is_held(&runtime);
         }
     }
 }
@@ -329,7 +331,7 @@ fn a_child_that_calls_exec_holds_nothing() {
             command.starts_with(sleep.to_bytes())
         });
         fill(&mut array, 2);
-        wait_until("nothing is held", || runtime.stats().store.held_bytes == 0);
+        wait_until_nothing_is_held(runtime);
         kill(child, Signal::SIGKILL).unwrap();
         end(child);
     });
@@ -360,7 +362,7 @@ fn children_by_the_thousand_leave_nothing_behind() {
             before = descriptors();
         }
     }
-    wait_until("no slot is held", || runtime.stats().store.held_bytes == 0);
+    wait_until_nothing_is_held(&runtime);
     wait_until("no descriptor is left", || descriptors() <= before);
     assert_eq!(wrong(&array, 1), 0);
 }
@@ -454,7 +456,7 @@ fn children_over_rdma_read_and_change_what_their_parent_had() {
         kill(child, Signal::SIGKILL).unwrap();
         end(child);
         assert_eq!(wrong(&array, 4), 0);
-        wait_until("no slot is held", || runtime.stats().store.held_bytes == 0);
+        wait_until_nothing_is_held(&runtime);
     }
 }
 

@@ -20,7 +20,8 @@ use std::{
 use common::{
     Memory, begin, fabrics,
     forks::{
-        end, end_beside, fill, has_passed, holds_in_own_child, must_pass, start, value, wrong,
+        end, end_beside, fill, has_passed, holds_in_own_child, must_pass, start, value,
+        wait_until_nothing_is_held, wrong,
     },
 };
 use farpage::{Advice, FaultMode, RemoteArray, Runtime};
@@ -69,7 +70,7 @@ fn each_of(
             fill(&mut array, 1);
             array.advise(.., Advice::DontNeed).unwrap();
             test(&memory, &runtime, array);
-            wait_until("no slot is held", || runtime.stats().store.held_bytes == 0);
+            wait_until_nothing_is_held(&runtime);
         }
     }
 }

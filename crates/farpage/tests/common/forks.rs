@@ -8,10 +8,13 @@ use std::{
     time::{Duration, Instant},
 };
 
+use farpage::Runtime;
+use farpage_testkit::PATIENCE;
 use nix::{
+    errno::Errno,
     sys::{
         signal::{Signal, kill},
-        wait::{WaitPidFlag, WaitStatus, waitpid},
+        wait::{Id, WaitPidFlag, WaitStatus, waitid, waitpid},
     },
     unistd::{ForkResult, Pid, fork},
 };
@@ -47,6 +50,21 @@ pub fn end_beside(child: Pid, patience: Duration, mut meanwhile: impl FnMut()) -
             WaitStatus::StillAlive => meanwhile(),
             ended => return ended,
         }
+    }
+}
+
+/// Waits until no slot of `runtime` is held. The children of all tests of this program have its
+/// memory, so that the time in which slots must become free begins when no child is left.
+pub fn wait_until_nothing_is_held(runtime: &Runtime) {
+    let mut until = Instant::now() + PATIENCE;
+    while runtime.stats().store.held_bytes > 0 {
+        let looks = WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG | WaitPidFlag::WNOWAIT;
+        if waitid(Id::All, looks) != Err(Errno::ECHILD) {
+            until = Instant::now() + PATIENCE;
+        }
+        let is_late = Instant::now() > until;
+        assert!(!is_late, "slots are held {PATIENCE:?} after the last child");
+        thread::sleep(Duration::from_millis(1));
     }
 }
 
