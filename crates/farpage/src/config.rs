@@ -48,6 +48,7 @@ pub struct Builder {
     user_mode_only: Option<bool>,
     key_file: Option<PathBuf>,
     last_words: Option<bool>,
+    starts_late: bool,
 }
 
 impl Runtime {
@@ -224,6 +225,14 @@ impl Builder {
         self
     }
 
+    /// Starts the workers' threads when the first region comes under paging, instead of with the
+    /// runtime. Default: false.
+    #[doc(hidden)]
+    pub fn starts_late(mut self, late: bool) -> Self {
+        self.starts_late = late;
+        self
+    }
+
     /// Connects to the servers and starts the workers.
     ///
     /// # Errors
@@ -270,6 +279,7 @@ impl Builder {
             *mark = set(given, variable)?.unwrap_or(*mark);
         }
         pager_options.deadline = deadline;
+        pager_options.starts_late = self.starts_late;
         pager_options.crash_message =
             switch(self.last_words, "FARPAGE_LAST_WORDS")?.unwrap_or(true);
         let fault_mode = set(self.fault_mode, "FARPAGE_FAULT_MODE")?;

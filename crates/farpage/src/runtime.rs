@@ -4,7 +4,7 @@
 //! signals back ([`SignalGuard`]).
 
 use std::{
-    mem,
+    io, mem,
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering},
@@ -485,6 +485,26 @@ impl Runtime {
             return ByteSize(0);
         }
         ByteSize(self.pager.with(|pager| pager.set_budget(budget.as_u64())))
+    }
+
+    /// Starts the workers' threads, unless they are there (see
+    /// [`Builder::starts_late`](crate::Builder::starts_late)). In a child made by `fork`: does
+    /// nothing.
+    ///
+    /// # Errors
+    /// The operating system's. The next call starts what is missing.
+    #[doc(hidden)]
+    pub fn begin_work(&self) -> io::Result<()> {
+        if self.pager.get().is_parents() {
+            return Ok(());
+        }
+        self.pager.with(|pager| pager.begin_work())
+    }
+
+    /// Returns the number of threads that [`begin_work`](Self::begin_work) would start.
+    #[doc(hidden)]
+    pub fn threads_to_come(&self) -> usize {
+        self.pager.get().threads_to_come()
     }
 
     /// Returns figures since the runtime was built. In a child made by `fork`: none.

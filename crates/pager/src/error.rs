@@ -119,6 +119,12 @@ impl PageError {
         }
     }
 
+    /// Returns the error of a region whose faults nobody would serve.
+    pub(crate) fn cannot_start(region: Arc<str>, error: &io::Error) -> PageError {
+        let why = format!("no thread can be started: {error} (see `ulimit -u` and `ulimit -v`)");
+        PageError::cannot_begin(region, &io::Error::new(error.kind(), why))
+    }
+
     /// Returns the error of a page that could not be taken out.
     pub(crate) fn cannot_take_out(
         region: Arc<str>,

@@ -52,6 +52,10 @@ impl<A: AddressSpace> Pager<A> {
             });
         }
         self.shared().frames.expect(page_bytes);
+        if !options.ordinary {
+            let started = self.begin_work();
+            started.map_err(|source| MapError::Os { bytes, source })?;
+        }
         let id = self.next_region();
         let geometry = self.geometry(id, bytes, page_bytes, &options);
         let mapping = self

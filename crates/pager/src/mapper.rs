@@ -53,6 +53,11 @@ impl<A: AddressSpace> Mapper<A> {
         self.space.shards()
     }
 
+    /// Makes sure that faults are caught whatever the program closes.
+    pub(crate) fn keep_open(&self) -> io::Result<()> {
+        self.space.keep_open()
+    }
+
     /// Returns the shard that serves a page.
     pub(crate) fn shard_of(&self, region: &Region, page: PageIndex) -> Shard {
         region.shard_of(page, self.shards())

@@ -29,6 +29,9 @@ pub struct PagerOptions {
     pub in_thread: usize,
     /// Time within which a page must be brought in; later it is poisoned. Default: 10 s.
     pub deadline: Duration,
+    /// True if the workers' threads start when the first region comes under paging, instead of with
+    /// the pager. Default: false.
+    pub starts_late: bool,
     /// True if a line on standard error says why pages are about to be poisoned, once for each
     /// cause. Default: true.
     pub crash_message: bool,
@@ -46,6 +49,7 @@ impl PagerOptions {
             low_water: 0.90,
             in_thread: 0,
             deadline: Duration::from_secs(10),
+            starts_late: false,
             crash_message: true,
         }
     }

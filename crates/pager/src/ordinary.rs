@@ -66,6 +66,10 @@ impl<A: AddressSpace> MappedRegion<A> {
         let _entered = self.enter()?;
         let (shared, region) = (self.shared(), self.region());
         let used: Vec<PageRange> = used.iter().map(|range| self.whole(range)).collect();
+        if self.is_ordinary() {
+            let started = self.pager().begin_work();
+            started.map_err(|error| PageError::cannot_start(region.label(), &error))?;
+        }
         let Some(_inside) = shared.gate.enter_for_program() else {
             return Ok(!self.is_ordinary());
         };

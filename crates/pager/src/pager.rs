@@ -10,13 +10,14 @@ use std::{
     process,
     sync::{
         Arc, OnceLock, Weak,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
     time::Duration,
 };
 
-use farpage_signals::SignalGuard;
+use farpage_signals::{Mutex, SignalGuard};
 use farpage_store::{Cluster, IoQueue, PageStore};
+use farpage_tables::Table;
 use farpage_vm::AddressSpace;
 
 use crate::{
@@ -58,13 +59,18 @@ pub struct Pager<A: AddressSpace> {
     process: u32,
     /// Seats of the worker threads. `None` in a simulation.
     seats: Option<Arc<Seats>>,
+    /// True once the worker threads have started.
+    is_working: AtomicBool,
+    /// Right to start them.
+    starting: Mutex<()>,
     /// Part of a layer above that ends with the pager.
     companion: OnceLock<Box<dyn Any + Send + Sync>>,
 }
 
 impl<A: AddressSpace> Pager<A> {
-    /// Starts the evictors and, for the fillers, one thread per CPU that the caller may use.
-    /// Regions keep their pages by stores over `cluster`.
+    /// Makes the evictors and, for the fillers, one handler per CPU that the caller may use, and
+    /// starts their threads unless they [start late](PagerOptions::starts_late). Regions keep their
+    /// pages by stores over `cluster`.
     ///
     /// # Errors
     /// See [`StartError`].
@@ -83,8 +89,43 @@ impl<A: AddressSpace> Pager<A> {
         let seats = pager.seats.insert(Arc::new(seats));
         let mut serve = Executor::new(&pager.shared, fillers, &cpus, seats)?.serve_all();
         serve.extend(Evictor::serve_all(evictors, seats, cpus.len()));
-        seats.start(serve)?;
+        seats.assign(serve);
+        if !options.starts_late {
+            pager.begin_work()?;
+        }
         Ok(Arc::new(pager))
+    }
+
+    /// Returns the number of threads that [`begin_work`](Self::begin_work) would start.
+    pub fn threads_to_come(&self) -> usize {
+        /// Threads of the descriptor table, and of the userfaultfds' keeper.
+        const BESIDE: usize = 3;
+        match (&self.seats, self.is_working.load(Ordering::Acquire)) {
+            (Some(seats), false) => seats.threads() + BESIDE,
+            _ => 0,
+        }
+    }
+
+    /// Starts the workers' threads, unless they are there. To be called on the table of
+    /// descriptors that the pager was made on.
+    ///
+    /// # Errors
+    /// The operating system's. The next call starts what is missing.
+    pub fn begin_work(&self) -> io::Result<()> {
+        let Some(seats) = &self.seats else {
+            return Ok(());
+        };
+        if self.is_working.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        let _starting = self.starting.lock();
+        if let Some(table) = Table::current() {
+            table.start()?;
+        }
+        self.shared.mapper.keep_open()?;
+        seats.start()?;
+        self.is_working.store(true, Ordering::Release);
+        Ok(())
     }
 
     /// Puts all parts together, without threads: a simulation drives the workers itself.
@@ -162,6 +203,8 @@ impl<A: AddressSpace> Pager<A> {
             deadline,
             process: process::id(),
             seats: None,
+            is_working: AtomicBool::new(false),
+            starting: Mutex::default(),
             companion: OnceLock::new(),
         };
         Ok(PagerParts {

@@ -6,6 +6,7 @@
 //! it puts another on its seat. The old thread ends when its call has returned.
 //!
 //! The rule: a thread holds no lock while it is in a call, so that another can drive its worker.
+//! The threads start long after their seats are made, if nothing needs them before.
 
 use std::{
     io, mem,
@@ -42,6 +43,8 @@ pub(crate) type Serve = Arc<dyn Fn() + Send + Sync>;
 /// Seats of the workers that have a thread of their own, and the threads.
 pub(crate) struct Seats {
     doors: Arc<Doors>,
+    /// Names and work of the threads, by seat. Empty once the threads have ended.
+    serve: Mutex<Vec<(String, Serve)>>,
     started: Instant,
     /// Start of the call that a seat's thread is in, in nanoseconds since `started`; 0: in none.
     inside_ns: Vec<CachePadded<AtomicU64>>,
@@ -56,6 +59,7 @@ impl Seats {
     pub(crate) fn new(doors: Arc<Doors>, seats: usize) -> io::Result<Seats> {
         Ok(Seats {
             doors,
+            serve: Mutex::default(),
             started: Instant::now(),
             inside_ns: (0..seats).map(|_| CachePadded::default()).collect(),
             any: AtomicBool::new(false),
@@ -84,22 +88,36 @@ impl Seats {
             .is_ok()
     }
 
-    /// Starts a thread on each seat, by its name and its work, and the watchdog.
-    pub(crate) fn start(self: &Arc<Self>, serve: Vec<(String, Serve)>) -> io::Result<()> {
-        for (name, serve) in &serve {
-            let serve = serve.clone();
-            let thread = spawn(name.clone(), move || serve())?;
-            self.threads.lock().push(thread);
+    /// Assigns names and work to the seats. Their threads start later.
+    pub(crate) fn assign(&self, serve: Vec<(String, Serve)>) {
+        *self.serve.lock() = serve;
+    }
+
+    /// Returns the number of threads: one on each seat, and the watchdog.
+    pub(crate) fn threads(&self) -> usize {
+        self.inside_ns.len() + 1
+    }
+
+    /// Starts a thread on each seat, and the watchdog. After an error the next call starts those
+    /// that are missing.
+    pub(crate) fn start(self: &Arc<Self>) -> io::Result<()> {
+        let serve = self.serve.lock().clone();
+        let mut threads = self.threads.lock();
+        while let Some((name, serve)) = serve.get(threads.len()).cloned() {
+            threads.push(spawn(name, move || serve())?);
         }
-        let seats = self.clone();
-        let watchdog = spawn("lookout".to_owned(), move || seats.watch(&serve))?;
-        self.threads.lock().push(watchdog);
+        if threads.len() == serve.len() {
+            let seats = self.clone();
+            threads.push(spawn("lookout".to_owned(), move || seats.watch(&serve))?);
+        }
         Ok(())
     }
 
     /// Waits for all threads. The workers have been told to stop, and no region is left, so no call
     /// is left, either.
     pub(crate) fn join(&self) {
+        // The work refers to the seats.
+        self.serve.lock().clear();
         // The watchdog may add threads until it ends.
         loop {
             let threads = mem::take(&mut *self.threads.lock());

@@ -19,7 +19,7 @@ mod starts;
 use std::{
     env,
     ffi::{OsStr, OsString},
-    fmt, io,
+    fmt, io, mem,
     os::unix::process::{CommandExt, ExitStatusExt},
     path::{Path, PathBuf},
     process::{Command, ExitCode, ExitStatus},
@@ -257,9 +257,8 @@ fn run(options: &RunOptions) -> Result<u8> {
         .map_err(|error| cannot_start(&path, error))?;
     let status = relay.wait(child)?;
     drop(shares);
-    if let Some(own) = own {
-        own.server.shutdown();
-    }
+    // It ends with this process: nobody is left to wait for.
+    mem::forget(own);
     report::say(folder.path(), sizes.budget);
     if status.signal().is_some() {
         report::say_of_children(folder.path());
@@ -379,7 +378,7 @@ fn addressable(budget: u64) -> u64 {
 
 /// A memory server in this process.
 struct OwnServer {
-    server: RunningServer,
+    _server: RunningServer,
     endpoint: String,
 }
 
@@ -403,7 +402,7 @@ impl OwnServer {
             .context("the server listens nowhere")?;
         Ok(OwnServer {
             endpoint: endpoint.to_string(),
-            server,
+            _server: server,
         })
     }
 }

@@ -9,6 +9,8 @@ use std::process::Command;
 use common::{GCC, MIB, can_run, compile, farpage_as, modes, output, said, same_as_plain};
 use farpage_testkit::text;
 
+const PYTHON: &str = "/usr/bin/python3";
+
 /// Runs a case of the C program plain and in all modes. Returns the lines of `--stats`.
 fn stats_of(case: &str, budget: &str) -> Vec<String> {
     if !can_run(&[GCC]) {
@@ -102,5 +104,86 @@ fn programs_that_share_a_budget_keep_to_their_shares() {
 fn coroutine_on_a_stack_of_malloc_puts_memory_under_paging() {
     for stats in stats_of("coroutine", "32MiB") {
         came_under_paging(&stats);
+    }
+}
+
+/// Runs a program of Python's in all modes with a budget of 8 MiB. Returns what it has printed, and
+/// its standard error.
+fn printed_by(program: &str) -> Vec<(String, String)> {
+    if !can_run(&[PYTHON]) {
+        return Vec::new();
+    }
+    let run = |mode: &&[&str]| {
+        let fixed = ["--budget", "8MiB", "--capacity", "256MiB"];
+        let command = [PYTHON, "-c", program];
+        let ended = farpage_as("16KiB", &[&fixed, *mode].concat(), &command);
+        let (out, err) = (text(&ended.stdout), text(&ended.stderr));
+        assert!(ended.status.success(), "{mode:?}: {out} {err}");
+        (out, err)
+    };
+    modes().iter().map(run).collect()
+}
+
+#[test]
+fn threads_of_the_runtime_start_when_memory_comes_under_paging() {
+    let printed = printed_by(
+        "
+import os
+threads = lambda: len(os.listdir('/proc/self/task'))
+fits = bytearray(4 << 20)
+before = threads()
+grows = bytearray(32 << 20)
+print(threads() - before >= 3)
+",
+    );
+    for (out, err) in printed {
+        assert_eq!(out, "True\n", "{err}");
+    }
+}
+
+/// Gives up the rights by which root has more threads than a limit allows.
+const AS_NOBODY: &str = "
+import ctypes, os, resource, struct
+fits = bytearray(4 << 20)
+if os.getuid() == 0: os.setuid(65534)
+NPROC = resource.RLIMIT_NPROC
+_, most = resource.getrlimit(NPROC)
+";
+
+#[test]
+fn program_that_limits_its_threads_comes_under_paging_later() {
+    let limits = "
+resource.setrlimit(NPROC, (1, most))
+grows = bytearray(32 << 20)
+print(grows.count(0) == len(grows))
+";
+    for (out, err) in printed_by(&format!("{AS_NOBODY}{limits}")) {
+        assert_eq!(out, "True\n", "{err}");
+    }
+}
+
+/// A limit that no function of the C library sets is not seen, and threads cannot start under it.
+#[test]
+fn memory_stays_within_the_budget_while_no_thread_can_start() {
+    let limits = "
+def limit(to):
+    libc = ctypes.CDLL(None)
+    assert libc.syscall(160, NPROC, struct.pack('QQ', to, most & (1 << 64) - 1)) == 0
+limit(1)
+try: print(bytearray(32 << 20))
+except MemoryError: print('refused')
+limit(most & (1 << 64) - 1)
+grows = bytearray(32 << 20)
+print(grows.count(0) == len(grows), fits.count(0) == len(fits))
+";
+    if !cfg!(target_arch = "x86_64") {
+        eprintln!(
+            "SKIPPED: memory_stays_within_the_budget_while_no_thread_can_start: the call has another number"
+        );
+        return;
+    }
+    for (out, err) in printed_by(&format!("{AS_NOBODY}{limits}")) {
+        assert_eq!(out, "refused\nTrue True\n", "{err}");
+        assert!(err.contains("no thread can be started"), "{err}");
     }
 }

@@ -154,6 +154,26 @@ fn programs_that_confine_themselves_first_stay_local() {
     }
 }
 
+/// The runtime's threads start before the filter forbids them.
+#[test]
+fn program_that_forbids_itself_threads_comes_under_paging_later() {
+    let Some((_folder, program)) = confined() else {
+        return;
+    };
+    for mode in modes() {
+        for how in [&["no-threads"][..], &["no-threads", "by-number"]] {
+            let arguments = [&[&*program], how].concat();
+            let mut farpage = Command::new(env!("CARGO_BIN_EXE_farpage"));
+            farpage.args(["run", "--budget", "4MiB"]);
+            farpage.args(["--capacity", "256MiB"]).args(*mode);
+            let ended = output(farpage.arg("--").args(&arguments));
+            let all = said(&ended);
+            assert!(ended.status.success(), "{how:?} {mode:?}: {all}");
+            assert_eq!(text(&ended.stdout), "confined\ndone\n", "{how:?}: {all}");
+        }
+    }
+}
+
 #[test]
 fn filters_that_would_confine_farpages_threads_are_refused() {
     let Some((_folder, program)) = confined() else {

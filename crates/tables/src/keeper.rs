@@ -13,7 +13,7 @@ use std::{
 
 use farpage_signals::SignalGuard;
 
-use crate::{private::leave_programs_table, queue::Queue, table::start};
+use crate::{private::leave_programs_table, queue::Queue, table::start_apart};
 
 /// A thread that keeps descriptors open.
 pub struct Keeper(Arc<Queue>);
@@ -34,7 +34,7 @@ impl Keeper {
         kept.sort_unstable();
         let queue = Arc::<Queue>::default();
         let _signals = SignalGuard::new();
-        let started = start("farpage-keep", queue.clone(), move || {
+        let started = start_apart("farpage-keep", queue.clone(), move || {
             leave_programs_table(&kept)
         });
         started.map(|()| Keeper(queue))

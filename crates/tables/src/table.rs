@@ -1,9 +1,14 @@
 //! [`Table`]: a descriptor table of a runtime's, with threads that run calls and errands on it.
 //!
-//! The rule it keeps: the threads exist before they are needed. A thread that is started later runs
+//! The rule it keeps: the threads exist before memory is remote. A thread that is started later runs
 //! code of the C library that asks the program's allocator for memory, whose own state may be
 //! remote. One more is started only where all are in long calls, and no caller waits for that one
 //! alone.
+//!
+//! One thread, the *starter*, exists from the table's beginning, and starts all others: a thread
+//! inherits neither filters of system calls nor signal masks that the program's threads have by
+//! then. A private table cannot be used without its threads. Those of the program's table start with
+//! the first errand, or by [`Table::start`].
 
 use std::{
     cell::Cell,
@@ -42,6 +47,8 @@ pub struct Table {
     outside: Arc<Queue>,
     /// Errands on the program's table.
     outside_errands: Arc<Queue>,
+    /// True once the threads beside the starter are there.
+    is_started: Mutex<bool>,
 }
 
 impl Table {
@@ -50,10 +57,11 @@ impl Table {
     /// # Errors
     /// No thread can be started, or the kernel has no `close_range` (5.9).
     pub fn private() -> io::Result<Arc<Table>> {
-        Table::new(true)
+        let table = Table::new(true)?;
+        table.start().map(|()| table)
     }
 
-    /// Makes a handle on the program's table, with threads for errands.
+    /// Makes a handle on the program's table. The threads that run errands start later.
     ///
     /// # Errors
     /// No thread can be started.
@@ -80,13 +88,29 @@ impl Table {
             starts,
             outside,
             outside_errands,
+            is_started: Mutex::default(),
         });
         let _signals = SignalGuard::new();
-        table.start().map(|()| table)
+        start("farpage-start", table.outside.clone(), || Ok(()))?;
+        Ok(table)
     }
 
-    fn start(&self) -> io::Result<()> {
-        start("farpage-start", self.outside.clone(), || Ok(()))?;
+    /// Starts the table's threads, unless they are there. After an error the next call tries again.
+    ///
+    /// # Errors
+    /// No thread can be started, or the kernel has no `close_range` (5.9).
+    pub fn start(&self) -> io::Result<()> {
+        let _signals = SignalGuard::new();
+        let is_started = self.is_started.lock();
+        let mut is_started = is_started.unwrap_or_else(PoisonError::into_inner);
+        if !*is_started {
+            self.start_threads()?;
+            *is_started = true;
+        }
+        Ok(())
+    }
+
+    fn start_threads(&self) -> io::Result<()> {
         if self.is_private {
             let apart = || leave_programs_table(&[]);
             start("farpage-table", self.starts.clone(), apart)?;
@@ -103,11 +127,18 @@ impl Table {
     /// Starts one more thread of this table for a queue.
     fn grow(&self, name: &'static str, queue: &Arc<Queue>) -> io::Result<()> {
         let queue = queue.clone();
+        self.by_starter(move || start(name, queue, || Ok(())))
+    }
+
+    /// Has the starter of this table start a thread by `start`, and waits for the result.
+    fn by_starter<R: Send + 'static>(
+        &self,
+        start: impl FnOnce() -> io::Result<R> + Send + 'static,
+    ) -> io::Result<R> {
+        let _signals = SignalGuard::new();
         let slot = Slot::new();
         let told = slot.clone();
-        self.starts.push(Box::new(move || {
-            told.put(start(name, queue, || Ok(())));
-        }));
+        self.starts.push(Box::new(move || told.put(start())));
         slot.wait()
     }
 
@@ -165,11 +196,13 @@ impl Table {
     }
 
     /// Runs `errand` on this table some time soon, without waiting for it.
-    fn errand(self: &Arc<Self>, errand: impl FnOnce() + Send + 'static) {
+    fn errand(self: &Arc<Self>, errand: impl FnOnce() + Send + 'static) -> io::Result<()> {
+        self.start()?;
         let table = self.clone();
         let job = Box::new(move || table.enter(errand));
         let _signals = SignalGuard::new();
         give(&self.errands, &self.starts, "farpage-errand", job);
+        Ok(())
     }
 
     /// Runs `work` with this table as the thread's [`current`](Table::current) one.
@@ -214,11 +247,16 @@ pub fn spawn<T: Send + 'static>(
     thread: Builder,
     work: impl FnOnce() -> T + Send + 'static,
 ) -> io::Result<JoinHandle<T>> {
-    let table = Table::current();
-    farpage_signals::spawn_with(thread, move || match table {
-        Some(table) => table.enter(work),
-        None => work(),
-    })
+    let Some(table) = Table::current() else {
+        return farpage_signals::spawn_with(thread, work);
+    };
+    let inside = table.clone();
+    let start = move || farpage_signals::spawn_with(thread, move || inside.enter(work));
+    // The threads of a private table are no thread of the program's.
+    match table.is_private || table.is_parents() {
+        true => start(),
+        false => table.by_starter(start),
+    }
 }
 
 /// Runs `work` some time soon, on a thread of the calling thread's table. Does not wait for it.
@@ -227,10 +265,7 @@ pub fn spawn<T: Send + 'static>(
 /// No thread can be started.
 pub fn errand(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
     match Table::current() {
-        Some(table) => {
-            table.errand(work);
-            Ok(())
-        }
+        Some(table) => table.errand(work),
         None => farpage_signals::spawn(name, work).map(drop),
     }
 }
@@ -282,6 +317,18 @@ pub fn spawn_outside(name: &str, work: impl FnOnce() + Send + 'static) -> io::Re
         told.put(farpage_signals::spawn_with(thread, work).map(drop));
     }));
     slot.wait()
+}
+
+/// Starts a thread as [`start`] does, by the starter of the calling thread's table.
+pub(crate) fn start_apart(
+    name: &'static str,
+    queue: Arc<Queue>,
+    first: impl FnOnce() -> io::Result<()> + Send + 'static,
+) -> io::Result<()> {
+    match Table::current() {
+        Some(table) => table.by_starter(move || start(name, queue, first)),
+        None => start(name, queue, first),
+    }
 }
 
 /// Adds a job to `queue`. If its threads are in long calls, a job of `starts` starts one more.

@@ -270,6 +270,15 @@ pub trait AddressSpace: Send + Sync + 'static {
     /// Returns the number of shards, each with a queue of faults of its own.
     fn shards(&self) -> usize;
 
+    /// Makes sure that faults are caught whatever descriptors the program closes. To be called
+    /// before the first region is under paging.
+    ///
+    /// # Errors
+    /// The operating system's, for lack of a thread.
+    fn keep_open(&self) -> io::Result<()> {
+        Ok(())
+    }
+
     /// Reserves addresses for a region and starts to catch its faults.
     ///
     /// # Errors

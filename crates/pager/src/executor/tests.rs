@@ -170,7 +170,8 @@ fn fillers_change_hands_while_programs_fault() {
 fn start(executor: &Arc<Executor<SimSpace>>, evictors: Vec<Evictor<SimSpace>>) {
     let mut serve = executor.serve_all();
     serve.extend(Evictor::serve_all(evictors, &executor.seats, serve.len()));
-    executor.seats.start(serve).expect("threads start");
+    executor.seats.assign(serve);
+    executor.seats.start().expect("threads start");
 }
 
 /// Drops the regions, which need their workers to the end, and waits for the workers.

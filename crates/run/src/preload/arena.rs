@@ -54,6 +54,8 @@ struct Plan {
     /// Size of the arena, or the reason why there will be none.
     size: Result<Size, String>,
     options: RegionOptions,
+    /// True if making the arena takes no descriptors.
+    is_on_demand: bool,
     /// Region of one page that is never touched, with in-thread faults. The runtime's handler of
     /// SIGBUS is installed with its first region, before the program installs one.
     first: Option<Region>,
@@ -165,7 +167,8 @@ extern "C" fn begin() {
     // A server may not answer, so signals are let in: no lock is held that a handler could need.
     let plan = inside.signals.wait(|| start(min_bytes));
     let plan = plan.unwrap_or_else(|why| not_started(&why));
-    limits::begin(addresses_before, plan.addresses_ahead());
+    let threads_to_come = plan.runtime.threads_to_come();
+    limits::begin(addresses_before, plan.addresses_ahead(), threads_to_come);
     *PLAN.lock() = Some(plan);
     state::serve_from(min_bytes);
     small::begin();
@@ -256,7 +259,9 @@ fn build(table: Option<Arc<Table>>, window: Option<&Window>) -> Result<Plan, Str
         Some(text) => (text.parse()).map_err(|error| format!("{PREFIX}REDUNDANCY: {error}"))?,
         None => Redundancy::None,
     };
+    let is_ordinary = variable("AT_ONCE").is_none();
     let runtime = builder
+        .starts_late(is_ordinary && may_start_late())
         .redundancy(redundancy)
         .server(need("SERVER")?)
         .budget(ByteSize(bytes(&need("BUDGET")?, "BUDGET")?))
@@ -271,10 +276,11 @@ fn build(table: Option<Arc<Table>>, window: Option<&Window>) -> Result<Plan, Str
     };
     let mut options = RegionOptions::new();
     // While all that is allocated fits the budget, memory is as without us.
-    if variable("AT_ONCE").is_none() {
+    if is_ordinary {
         options = options.ordinary();
     }
-    if variable("ON_DEMAND").is_some() || asked.is_none() {
+    let is_on_demand = variable("ON_DEMAND").is_some() || asked.is_none();
+    if is_on_demand {
         options = options.reserve(Reserve::OnDemand);
     }
     let mut first = None;
@@ -291,7 +297,7 @@ fn build(table: Option<Arc<Table>>, window: Option<&Window>) -> Result<Plan, Str
         signals::begin();
         signal_stack::begin();
         signal_stack::give();
-        window.plug(NUMBERS_LEFT);
+        window.plug(if is_on_demand { 0 } else { NUMBERS_LEFT });
         filter::install(address..address + size.bytes, window.numbers())?;
     }
     let stats = variable("STATS").is_some();
@@ -307,8 +313,17 @@ fn build(table: Option<Arc<Table>>, window: Option<&Window>) -> Result<Plan, Str
         share,
         size,
         options,
+        is_on_demand,
         first,
     })
+}
+
+/// True if the runtime's threads may start when they are needed, from within a request for memory:
+/// what the C library then asks for comes to this library, and no limit of the user's can be used
+/// up by then.
+fn may_start_late() -> bool {
+    signals::look_up();
+    mixed::serves_c_library() && limits::leave_room_for_threads()
 }
 
 /// Size of an arena in bytes.
@@ -368,9 +383,9 @@ impl Plan {
 
     fn make(self) -> Result<State, String> {
         let size = self.size?;
-        let window = match self.table {
-            Some(_) => None,
-            None => Some(window()?),
+        let window = match (&self.table, self.is_on_demand) {
+            (None, false) => Some(window()?),
+            _ => None,
         };
         if let Some(share) = self.share {
             share.keep(self.runtime.clone(), self.table.is_none())?;

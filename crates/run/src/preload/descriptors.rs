@@ -24,8 +24,9 @@ use crate::{Inside, next::next, state};
 /// Number of descriptors in the window: more than any runtime has.
 const NUMBERS: u32 = 512;
 /// Upper bound of the window's beginning, which is the program's limit (`ulimit -n`): the kernel
-/// copies a table as far as its last descriptor with every process.
-const FIRST_MAX: u32 = 4096;
+/// copies a table as far as its last descriptor with every process, and [`Window::open`] takes a
+/// system call for each number below. Few programs under a higher limit have so many files.
+const FIRST_MAX: u32 = 1024;
 
 static FIRST: AtomicU32 = AtomicU32::new(0);
 static END: AtomicU32 = AtomicU32::new(0);
@@ -35,8 +36,8 @@ pub(crate) struct Window {
     numbers: Range<u32>,
     /// File whose duplicates occupy numbers.
     file: OwnedFd,
-    /// Duplicates that occupy the numbers below the window.
-    occupied: Vec<OwnedFd>,
+    /// Numbers below the window that duplicates occupy.
+    occupied: Vec<Range<u32>>,
     limit: libc::rlimit,
 }
 
@@ -76,13 +77,21 @@ impl Window {
         set_limit(&raised)?;
         let mut last = file as u32;
         while last < first {
-            let made = duplicate(&window.file, 0)?;
+            let made = duplicate(&window.file, last + 1)?;
             last = made.as_raw_fd() as u32;
             if last < first {
-                window.occupied.push(made);
+                window.note(made.into_raw_fd() as u32);
             }
         }
         Ok(window)
+    }
+
+    /// Notes a duplicate that occupies a number above all that are noted.
+    fn note(&mut self, number: u32) {
+        match self.occupied.last_mut() {
+            Some(run) if run.end == number => run.end += 1,
+            _ => self.occupied.push(number..number + 1),
+        }
     }
 
     /// Occupies the free numbers of the window but the last `left`. The program could never close a
@@ -107,6 +116,10 @@ impl Window {
 
 impl Drop for Window {
     fn drop(&mut self) {
+        for run in &self.occupied {
+            // SAFETY: closes duplicates that `open` has made, and that nobody else knows.
+            unsafe { libc::syscall(libc::SYS_close_range, run.start, run.end - 1, 0) };
+        }
         // Lowering a limit never fails.
         let _ = set_limit(&self.limit);
     }

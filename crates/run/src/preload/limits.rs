@@ -19,13 +19,18 @@ use std::{
 
 use libc::rlimit;
 
-use crate::state::{self, KERNEL_PAGE_BYTES};
+use crate::{
+    Inside,
+    state::{self, KERNEL_PAGE_BYTES},
+};
 
 /// Limits of sums that the kernel counts the arena in.
 const COUNTED: [libc::__rlimit_resource_t; 2] = [libc::RLIMIT_AS, libc::RLIMIT_DATA];
 
-/// Addresses of the heap that the C library may give to each thread of the runtime.
+/// Addresses of the heap that the C library may give to each thread of the runtime, and of a
+/// thread's stack.
 const HEAP_BYTES: u64 = 64 << 20;
+const STACK_BYTES: u64 = 3 << 20;
 
 /// Bytes of addresses that farpage takes.
 static OURS: AtomicU64 = AtomicU64::new(0);
@@ -41,17 +46,24 @@ pub(crate) fn addresses() -> u64 {
     pages.unwrap_or(0u64) * KERNEL_PAGE_BYTES as u64
 }
 
-/// Notes the addresses that the runtime takes: those beyond `before`, and up to `lent` bytes that a
-/// server on this machine lends.
-pub(crate) fn begin(before: u64, lent: u64) {
+/// Notes the addresses that the runtime takes: those beyond `before`, up to `lent` bytes that a
+/// server on this machine lends, and those of `threads_to_come`.
+pub(crate) fn begin(before: u64, lent: u64, threads_to_come: usize) {
     let threads = fs::read_dir("/proc/self/task").map_or(0, |tasks| tasks.count() as u64);
-    let ours = addresses().saturating_sub(before) + lent + threads * HEAP_BYTES;
+    let to_come = threads_to_come as u64 * (HEAP_BYTES + STACK_BYTES);
+    let ours = addresses().saturating_sub(before) + lent + threads * HEAP_BYTES + to_come;
     OURS.store(ours, Ordering::Relaxed);
 }
 
 /// Returns true if the addresses of this process are not limited.
 pub(crate) fn are_none() -> bool {
     kernels(libc::RLIMIT_AS).rlim_cur == libc::RLIM_INFINITY
+}
+
+/// Returns true if no limit of this process counts the stacks of threads.
+pub(crate) fn leave_room_for_threads() -> bool {
+    let mut limits = COUNTED.iter().map(|&counted| kernels(counted));
+    limits.all(|limit| limit.rlim_cur == libc::RLIM_INFINITY)
 }
 
 /// Returns true if the program's own limits allow `bytes` to be allocated in all.
@@ -108,6 +120,9 @@ pub(crate) unsafe extern "C" fn prlimit(
     old: *mut rlimit,
 ) -> c_int {
     let is_own = process == 0 || process == process::id() as libc::pid_t;
+    if is_own && resource == libc::RLIMIT_NPROC && !new.is_null() {
+        begin_work();
+    }
     let counted = COUNTED.iter().position(|&counted| counted == resource);
     let (Some(at), true, Some(_)) = (counted, is_own, state::runtime()) else {
         // SAFETY: the caller's promise.
@@ -121,6 +136,15 @@ pub(crate) unsafe extern "C" fn prlimit(
         unsafe { *old = before };
     }
     code
+}
+
+/// Starts the runtime's threads, which could not start under a lower limit. If they cannot start
+/// now, either, the request that needs them fails, with a line.
+fn begin_work() {
+    if let Some(runtime) = state::runtime() {
+        let _inside = Inside::enter();
+        let _ = runtime.begin_work();
+    }
 }
 
 /// Sets a limit of [`COUNTED`]. Returns the limit that the program had before, and the result of

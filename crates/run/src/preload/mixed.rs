@@ -28,10 +28,6 @@ static IS: AtomicBool = AtomicBool::new(false);
 
 /// Finds out what the program defines. Writes a line if that is a part. Called by our constructor.
 pub(crate) fn begin() {
-    let is_programs = |name: &CStr| {
-        let found = next::look_up(libc::RTLD_DEFAULT, name);
-        !found.is_null() && !code::is_own(found as usize) && !code::is_entry(found)
-    };
     let Some(taken) = TAKE.iter().find(|name| is_programs(name)) else {
         return;
     };
@@ -42,6 +38,17 @@ pub(crate) fn begin() {
             taken.to_string_lossy()
         ));
     }
+}
+
+/// True if requests of the C library and its loader come to this library.
+pub(crate) fn serves_c_library() -> bool {
+    !MAKE.iter().any(|name| is_programs(name))
+}
+
+/// True if the program, or a library before this one, defines a function of the allocator.
+fn is_programs(name: &CStr) -> bool {
+    let found = next::look_up(libc::RTLD_DEFAULT, name);
+    !found.is_null() && !code::is_own(found as usize) && !code::is_entry(found)
 }
 
 /// True if all blocks are to be the C library's.

@@ -25,6 +25,17 @@ use libc::{sigaction as Action, sigset_t, timespec};
 
 use crate::{INSIDE, Inside, next::next, signal_stack};
 
+/// Looks `ppoll` up, in which the runtime's threads sleep. A thread that starts while the program
+/// loads a library would wait there for the loader's lock.
+pub(crate) fn look_up() {
+    let now = timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
+    // SAFETY: looks at no descriptors.
+    unsafe { later_ppoll(ptr::null_mut(), 0, &raw const now, ptr::null()) };
+}
+
 next! {
     /// `sigaction`.
     later_sigaction = c"sigaction"(signal: c_int, new: *const Action, old: *mut Action) -> c_int, else -1;

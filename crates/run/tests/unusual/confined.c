@@ -74,6 +74,18 @@ static int few_allowed(int by_number) {
     return filter(list, COUNT(list), by_number);
 }
 
+/* All but new threads. */
+static int no_threads(int by_number) {
+    struct sock_filter list[] = {
+        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr)),
+        LISTED(clone, 2),
+        LISTED(clone3, 1),
+        ANSWER(SECCOMP_RET_ALLOW),
+        ANSWER(SECCOMP_RET_ERRNO | EPERM),
+    };
+    return filter(list, COUNT(list), by_number);
+}
+
 /* What kills the thread that makes a call, which this program then does. */
 static int one_deadly(int by_number) {
     struct sock_filter list[] = {
@@ -120,6 +132,8 @@ int main(int count, char **arguments) {
     }
     if (!strcmp(how, "one-denied"))
         confined = one_denied(by_number);
+    else if (!strcmp(how, "no-threads"))
+        confined = no_threads(by_number);
     else if (!strcmp(how, "few-allowed"))
         confined = few_allowed(by_number);
     else if (!strcmp(how, "one-deadly"))

@@ -29,7 +29,12 @@ mod scattered;
 mod shard;
 mod sharing;
 
-use std::{io, ops::Range, os::fd::AsFd, sync::Arc};
+use std::{
+    io,
+    ops::Range,
+    os::fd::AsFd,
+    sync::{Arc, OnceLock},
+};
 
 use farpage_tables::{Keeper, is_private};
 
@@ -106,7 +111,7 @@ pub struct KernelSpace {
     in_thread: bool,
     /// Second references to the shards' userfaultfds, where the program can close the first: absent
     /// pages would then read as zeros.
-    _keeper: Option<Keeper>,
+    keeper: OnceLock<Keeper>,
 }
 
 impl KernelSpace {
@@ -169,14 +174,6 @@ impl KernelSpace {
                 })
             })
             .collect::<Result<Vec<_>, UserfaultfdError>>()?;
-        let kept: Vec<_> = shards
-            .iter()
-            .map(|shard| shard.fence.uffd().as_fd())
-            .collect();
-        let keeper = match is_private() {
-            true => None,
-            false => Some(Keeper::new(&kept).map_err(UserfaultfdError::Os)?),
-        };
         let pools = Pools::new(options.frame_bytes_max, options.user_mode_only, moving)?;
         Ok(Self {
             number,
@@ -186,7 +183,7 @@ impl KernelSpace {
             transfer,
             scatters,
             in_thread: options.in_thread,
-            _keeper: keeper,
+            keeper: OnceLock::new(),
         })
     }
 
@@ -310,6 +307,16 @@ impl AddressSpace for KernelSpace {
 
     fn shards(&self) -> usize {
         self.shards.len()
+    }
+
+    fn keep_open(&self) -> io::Result<()> {
+        if !is_private() && self.keeper.get().is_none() {
+            let shards = self.shards.iter();
+            let kept: Vec<_> = shards.map(|shard| shard.fence.uffd().as_fd()).collect();
+            // Another thread's may be there by now: either one keeps them.
+            let _ = self.keeper.set(Keeper::new(&kept)?);
+        }
+        Ok(())
     }
 
     fn map(&self, geometry: Geometry) -> io::Result<RegionMapping> {
