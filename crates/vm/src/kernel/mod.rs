@@ -33,8 +33,8 @@ use std::{io, ops::Range, os::fd::AsFd, sync::Arc};
 
 use farpage_tables::{Keeper, is_private};
 
-pub(crate) use self::sharing::begin as begin_sharing;
 use self::{fence::Fence, poison::Poison, shard::KernelShard};
+pub(crate) use self::{occupied::begin_child, sharing::begin as begin_sharing};
 use crate::{
     frame::{self, KernelFrame, Pools},
     pagemap::Pagemap,
