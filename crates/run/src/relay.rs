@@ -83,7 +83,7 @@ impl Relay {
 
     /// Waits for the program, and passes signals on meanwhile. Signals stay held back, so that the
     /// launcher cleans up.
-    pub(crate) fn wait(self, mut child: Child) -> Result<ExitStatus> {
+    pub(crate) fn wait(&self, mut child: Child) -> Result<ExitStatus> {
         let program = child.id() as libc::pid_t;
         loop {
             let mut info = MaybeUninit::<siginfo_t>::zeroed();
@@ -101,6 +101,23 @@ impl Relay {
                 1.. => pass_on(signal, &info, program),
                 // Interrupted, as by SIGSTOP and SIGCONT.
                 _ => {}
+            }
+        }
+    }
+
+    /// Waits until `is_over`, or until a signal comes, for when the program has ended.
+    pub(crate) fn wait_until(&self, is_over: impl Fn() -> bool) {
+        let look = libc::timespec {
+            tv_sec: 0,
+            tv_nsec: 20_000_000,
+        };
+        while !is_over() {
+            // SAFETY: a valid set; nobody asks what is said of the signal.
+            let signal = unsafe {
+                libc::sigtimedwait(&raw const self.taken, ptr::null_mut(), &raw const look)
+            };
+            if signal > 0 && signal != libc::SIGCHLD {
+                return;
             }
         }
     }

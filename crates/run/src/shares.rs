@@ -1,8 +1,8 @@
 //! The budget of several programs at once: [`Shares`].
 //!
 //! Each interposed program connects. When it allocates, it reports how much it would use, and
-//! receives its share. A program that wants little keeps little; the rest is divided evenly. When
-//! programs come and go, or want more, shares change.
+//! receives its share. A program that wants little gets that; the rest is divided evenly, and so is
+//! what nobody wants. When programs come and go, or want more, shares change.
 //!
 //! The rule: the shares never exceed the budget together. A share counts at its old size until its
 //! program reports that it has shrunk to the smaller one, or has ended. Other programs get only the
@@ -25,6 +25,9 @@ use anyhow::{Context, Result};
 
 /// Smallest share of a program: a runtime works with a few pages of any size.
 pub(crate) const LEAST_BYTES: u64 = 4 << 20;
+
+/// Part of the budget by whose multiples shares exceed what programs want.
+const STEPS: u64 = 16;
 
 /// Message of a program: bytes that it would use.
 const WANTS: u8 = 1;
@@ -77,6 +80,11 @@ impl Shares {
         let thread = thread::Builder::new().name("shares".into()).spawn(serve);
         thread.context("cannot start a thread for shares")?;
         Ok(shares)
+    }
+
+    /// True if all programs that had a share have ended.
+    pub(crate) fn are_over(&self) -> bool {
+        lock(&self.ledger).programs.is_empty()
     }
 
     /// Returns the bytes that all programs may have together.
@@ -198,6 +206,7 @@ impl Program {
 }
 
 /// Divides `budget`. Programs that want less than an even part get that, the others even parts.
+/// The rest, which nobody wants, is divided evenly, in steps: few shares change with each wish.
 fn fair(budget: u64, wants: Vec<u64>) -> Vec<u64> {
     let mut order: Vec<usize> = (0..wants.len()).collect();
     order.sort_by_key(|&at| wants[at]);
@@ -207,6 +216,14 @@ fn fair(budget: u64, wants: Vec<u64>) -> Vec<u64> {
         shares[at] = wants[at].max(LEAST_BYTES).min(even);
         left -= shares[at];
     }
+    let part = match shares.len() as u64 {
+        1 => left,
+        programs => {
+            let step = (budget / STEPS).max(1);
+            left / programs.max(1) / step * step
+        }
+    };
+    shares.iter_mut().for_each(|share| *share += part);
     shares
 }
 
@@ -215,6 +232,15 @@ mod tests {
     use super::*;
 
     const MIB: u64 = 1 << 20;
+
+    #[test]
+    fn what_nobody_wants_is_divided_too() {
+        assert_eq!(fair(100 * MIB, vec![0]), [100 * MIB]);
+        assert_eq!(
+            fair(160 * MIB, vec![0, 20 * MIB]),
+            [4 * MIB + 60 * MIB, 20 * MIB + 60 * MIB]
+        );
+    }
 
     #[test]
     fn who_wants_little_keeps_little_and_the_rest_is_divided_evenly() {
@@ -320,9 +346,8 @@ mod tests {
         };
         let share = |stream: &mut UnixStream| read(stream).expect("a share").1;
         let mut first = connect();
-        assert_eq!(share(&mut first), LEAST_BYTES);
-        first.write_all(&message(WANTS, 50 * MIB)).expect("sent");
         assert_eq!(share(&mut first), 10 * MIB);
+        first.write_all(&message(WANTS, 50 * MIB)).expect("sent");
         // The second waits until the first gives something back.
         let mut second = connect();
         assert_eq!(share(&mut first), 6 * MIB);

@@ -1,14 +1,18 @@
 //! Share of this process in the budget, if `farpage run --children` divides it.
 //!
 //! The rule it keeps: memory that is asked back is given back before the answer. A thread of our
-//! own listens, and checks ten times a second whether the program wants more.
+//! own listens. Unless the whole budget is this process's, the thread checks ten times a second
+//! whether the program wants more.
 //!
 //! The wire is described in `shares.rs`.
 
 use std::{
     io::{Error, ErrorKind, Read, Write},
     os::{fd::AsRawFd, unix::net::UnixStream},
-    sync::atomic::{AtomicI32, Ordering},
+    sync::{
+        atomic::{AtomicI32, Ordering},
+        mpsc::{SyncSender, sync_channel},
+    },
     thread,
     time::{Duration, Instant},
 };
@@ -16,7 +20,7 @@ use std::{
 use farpage::{ByteSize, Runtime};
 
 use crate::{
-    say_once, small,
+    descriptors, say_once, small,
     state::{self, State},
 };
 
@@ -35,41 +39,81 @@ static CONNECTION: AtomicI32 = AtomicI32::new(-1);
 pub(crate) struct Share {
     stream: UnixStream,
     bytes: u64,
+    /// The thread, which waits for [`keep`](Share::keep). A thread that starts later may wait for
+    /// the loader's lock, whose holder may wait for the arena.
+    listener: SyncSender<Listening>,
+}
+
+/// A first share, which the thread goes on with.
+struct Listening {
+    share: Share,
+    runtime: Runtime,
+    /// Bytes of the whole budget.
+    budget: u64,
 }
 
 impl Share {
-    /// Connects to the launcher. A share is taken by [`keep`](Self::keep).
-    pub(crate) fn connect(socket: &str) -> Result<Share, String> {
+    /// Connects to the launcher. A share is taken by [`keep`](Self::keep). `is_programs`: the
+    /// connection is in the program's table, of which a child made by `fork` gets a copy.
+    pub(crate) fn connect(socket: &str, is_programs: bool) -> Result<Share, String> {
         let stream = UnixStream::connect(socket).map_err(|error| no(&error))?;
-        Ok(Share { stream, bytes: 0 })
+        // Here already: the first call of a function that we interpose waits for the loader's lock.
+        let patient = stream.set_read_timeout(Some(PATIENCE));
+        patient.map_err(|error| no(&error))?;
+        if is_programs {
+            CONNECTION.store(stream.as_raw_fd(), Ordering::Relaxed);
+        }
+        let (listener, listening) = sync_channel(1);
+        let thread = thread::Builder::new().name("farpage-share".into());
+        let listen = move || {
+            if let Ok(Listening {
+                share,
+                runtime,
+                budget,
+            }) = listening.recv()
+            {
+                share.listen(&runtime, budget);
+            }
+        };
+        farpage_tables::spawn(thread, listen).map_err(|error| no(&error))?;
+        Ok(Share {
+            stream,
+            bytes: 0,
+            listener,
+        })
     }
 
     /// Waits for the first share, keeps the runtime to it, and asks for as much as the program
-    /// allocates. `is_programs`: the connection is in the program's table, of which a child made by
-    /// `fork` gets a copy.
-    pub(crate) fn keep(mut self, runtime: Runtime, is_programs: bool) -> Result<(), String> {
-        if is_programs {
-            CONNECTION.store(self.stream.as_raw_fd(), Ordering::Relaxed);
-        }
+    /// allocates.
+    pub(crate) fn keep(mut self, runtime: Runtime) -> Result<(), String> {
+        let budget = runtime.stats().pager.budget_bytes;
         self.bytes = self.first().map_err(|error| no(&error))?;
         // Before the arena is made, which is ordinary memory up to its budget.
         runtime.set_budget(ByteSize(self.bytes));
         small::set_budget(self.bytes);
-        let no = |error| format!("cannot keep to a share of the budget: {error}");
-        self.stream.set_read_timeout(Some(LOOK)).map_err(no)?;
-        let thread = thread::Builder::new().name("farpage-share".into());
-        farpage_tables::spawn(thread, move || self.listen(&runtime)).map_err(no)?;
-        Ok(())
+        let listener = self.listener.clone();
+        let listening = Listening {
+            share: self,
+            runtime,
+            budget,
+        };
+        let sent = listener.send(listening);
+        sent.map_err(|_| "the thread that keeps to a share of the budget has ended".to_owned())
     }
 
     /// Asks for a share, and waits for it.
     fn first(&mut self) -> std::io::Result<u64> {
         self.say(WANTS, 0)?;
-        self.stream.set_read_timeout(Some(PATIENCE))?;
         match read(&mut self.stream) {
-            Ok(0) => Err(Error::other(
-                "too many programs share the budget: each needs 4 MiB at least; raise --budget, or run without --children",
-            )),
+            Ok(0) => {
+                let without = match state::has_children_interposed() {
+                    true => ", or run without --children",
+                    false => "",
+                };
+                Err(Error::other(format!(
+                    "too many programs share the budget: each needs 4 MiB at least; raise --budget{without}"
+                )))
+            }
             Err(error) if is_timeout(&error) => Err(Error::other(format!(
                 "none became free within {} s: other programs have it pinned, or are stopped; raise --budget",
                 PATIENCE.as_secs()
@@ -78,9 +122,13 @@ impl Share {
         }
     }
 
-    fn listen(mut self, runtime: &Runtime) {
+    fn listen(mut self, runtime: &Runtime, budget: u64) {
         let (mut wants, mut is_made) = (0, false);
         loop {
+            let look = (self.bytes < budget).then_some(LOOK);
+            if self.stream.set_read_timeout(look).is_err() {
+                return;
+            }
             match read(&mut self.stream) {
                 Ok(bytes) => self.bytes = self.obey(runtime, bytes),
                 Err(error) if is_timeout(&error) => {}
@@ -160,11 +208,10 @@ fn no(error: &Error) -> String {
 }
 
 /// Closes the copy of the connection in a child made by `fork`, so that the parent's end is seen.
-pub(crate) fn forget() {
+pub(crate) fn begin_child() {
     let connection = CONNECTION.swap(-1, Ordering::Relaxed);
     if connection >= 0 {
-        // SAFETY: the child's copy, which nobody uses.
-        unsafe { libc::close(connection) };
+        descriptors::close(connection as u32);
     }
 }
 
