@@ -257,9 +257,11 @@ fn run(options: &RunOptions) -> Result<u8> {
         .spawn()
         .map_err(|error| cannot_start(&path, error))?;
     let status = relay.wait(child)?;
-    if own.is_some() {
-        // Processes that the program has made may have their memory there.
-        relay.wait_until(|| shares.as_ref().is_none_or(Shares::are_over));
+    // Processes that the program has made may have their memory there.
+    if own.is_some() && !relay.wait_until(|| shares.as_ref().is_none_or(Shares::are_over)) {
+        eprintln!(
+            "farpage: a signal ends this launcher: processes that the program has left behind lose their remote memory"
+        );
     }
     drop(shares);
     // The server ends with this process: nobody is left to wait for.
