@@ -75,9 +75,9 @@ fn register() {
 /// (`_Fork`, raw ones) leave the C library's locks as they were: their children make no arena.
 unsafe extern "C" fn begin_child() {
     if state::is_child() {
+        share::begin_child();
         state::begin_child();
         local::begin_child();
-        share::begin_child();
         report::begin_child();
         HAS_THREADS.store(false, Ordering::Relaxed);
     }
@@ -145,6 +145,9 @@ pub(crate) fn end(in_child: bool) {
     let before = errno();
     farpage::fork::end(in_child);
     state::end_fork();
+    if in_child {
+        share::begin_child();
+    }
     set_errno(before);
 }
 

@@ -174,6 +174,31 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert!(said.contains("lose their remote memory"), "{said}");
 }
 
+#[test]
+fn a_child_without_memory_of_its_own_does_not_keep_the_launcher_by_whatever_call_it_is_made() {
+    if !can_run(&[PYTHON]) {
+        return;
+    }
+    let (mut run, first) = Run::start(
+        "
+import ctypes, os, time
+block, launcher = bytearray(4 << 20), os.getppid()
+print('up')
+def ends():
+    try:
+        with open(f'/proc/{launcher}/stat') as stat: return ') Z' in stat.read()
+    except FileNotFoundError: return True
+if ctypes.CDLL(None)._Fork() == 0:
+    until = time.monotonic() + 30
+    while not ends() and time.monotonic() < until: time.sleep(0.01)
+    print('ended' if ends() else 'kept')
+os._exit(0)
+",
+    );
+    assert_eq!((first.as_str(), run.line().as_str()), ("up", "ended"));
+    assert_eq!(run.status(), Some(0));
+}
+
 /// A shell's job control: launcher and program stop, and both go on.
 #[test]
 fn launcher_stops_and_goes_on_with_the_program() {
