@@ -32,7 +32,7 @@ use crate::{
 };
 
 /// Size of a heap: more than the C library has ever asked for. Unused parts take no memory.
-const SLOT_BYTES: usize = 8 << 20;
+const SLOT_BYTES: usize = 32 << 20;
 /// Number of heaps: those of a process and of the processes that it was forked from.
 const SLOTS: usize = GENERATIONS;
 const BYTES: usize = SLOTS * SLOT_BYTES;
