@@ -8,6 +8,9 @@
 //! program reports that it has shrunk to the smaller one, or has ended. Other programs get only the
 //! remainder.
 //!
+//! A program that has the whole budget need not report. It counts as one that wants all of it until
+//! it has been told a smaller share and reports again, which it does before it keeps to that share.
+//!
 //! The wire, on a socket of this machine: a program sends how much it wants and how much it has at
 //! most, and receives its share, each as a number of 8 bytes behind a byte for its kind. A share of
 //! 0 is a refusal.
@@ -42,6 +45,8 @@ struct Ledger {
     budget: u64,
     programs: BTreeMap<u64, Program>,
     next: u64,
+    /// True once no program is let in any more.
+    is_closed: bool,
 }
 
 struct Program {
@@ -82,9 +87,11 @@ impl Shares {
         Ok(shares)
     }
 
-    /// True if all programs that had a share have ended.
+    /// True if all programs that had a share have ended. No other is let in from then on.
     pub(crate) fn are_over(&self) -> bool {
-        lock(&self.ledger).programs.is_empty()
+        let mut ledger = lock(&self.ledger);
+        ledger.is_closed |= ledger.programs.is_empty();
+        ledger.is_closed
     }
 
     /// Returns the bytes that all programs may have together.
@@ -113,16 +120,26 @@ fn serve(mut stream: UnixStream, ledger: &Mutex<Ledger>) {
     if read(&mut stream).is_none() {
         return;
     }
-    let Some(number) = lock(ledger).add(writer) else {
+    let number = {
+        let mut ledger = lock(ledger);
+        if ledger.is_closed {
+            return;
+        }
+        ledger.add(writer)
+    };
+    let Some(number) = number else {
         let _ = stream.write_all(&message(SHARE, 0));
         return;
     };
     while let Some((kind, bytes)) = read(&mut stream) {
         let mut ledger = lock(ledger);
+        let budget = ledger.budget;
         let Some(program) = ledger.programs.get_mut(&number) else {
             break;
         };
         match kind {
+            // Sent before the program was told that it has all.
+            WANTS if program.share == budget => {}
             WANTS => program.wants = bytes,
             // The share may have changed meanwhile.
             HAS if bytes <= program.share => program.has = program.share,
@@ -189,6 +206,9 @@ impl Ledger {
                 left -= share.saturating_sub(program.has);
                 program.has = program.has.max(share);
                 program.tell(share);
+            }
+            if program.share == self.budget {
+                program.wants = self.budget;
             }
         }
         debug_assert!(self.held() <= self.budget, "more is given than there is");
@@ -332,6 +352,34 @@ mod tests {
                 "seed {seed}"
             );
         }
+    }
+
+    #[test]
+    fn a_program_that_has_the_whole_budget_keeps_all_that_a_new_one_does_not_need() {
+        let mut ledger = Ledger {
+            budget: 64 * MIB,
+            ..Ledger::default()
+        };
+        let first = ledger.add(None).expect("there is room for one");
+        let second = ledger.add(None).expect("there is room for two");
+        assert_eq!(ledger.programs[&first].share, 60 * MIB);
+        let program = ledger.programs.get_mut(&first).expect("it is there");
+        (program.wants, program.has) = (8 * MIB, 60 * MIB);
+        ledger.settle();
+        assert_eq!(ledger.programs[&second].share, LEAST_BYTES);
+        assert_eq!(ledger.programs[&first].share, (8 + 24) * MIB);
+    }
+
+    #[test]
+    fn no_program_is_let_in_after_the_last_one() {
+        let folder = tempfile::tempdir().expect("there is room for a folder");
+        let socket = folder.path().join("shares");
+        let shares = Shares::start(&socket, 10 * MIB).expect("the socket is free");
+        assert!(shares.are_over());
+        let mut late = UnixStream::connect(&socket).expect("somebody listens");
+        late.write_all(&message(WANTS, 0)).expect("sent");
+        assert_eq!(read(&mut late), None);
+        assert!(shares.are_over());
     }
 
     #[test]

@@ -47,6 +47,11 @@ fn a_child_of_a_parent_without_remote_memory_has_some() {
 }
 
 #[test]
+fn a_child_that_needs_little_leaves_its_parents_memory_where_it_is() {
+    run("fits", "64MiB", &[], &[]);
+}
+
+#[test]
 fn calls_on_mappings_of_a_child_do_what_they_do_in_its_parent() {
     run("mappings", "8MiB", &[], &[]);
 }

@@ -115,7 +115,8 @@ fn open_or(bytes: usize, fails: impl FnOnce(&str)) -> Option<&'static State> {
 /// Makes the arena of a child made by `fork`. The plan of the parent is not the child's.
 fn open_in_child(bytes: usize, inside: &Inside) -> Option<&'static State> {
     let stays_local = |why: &str| family::say_of_fork(why);
-    if state::is_forked() && !state::may_begin_again() {
+    // In this order: another thread may take the one chance between the two.
+    if !state::may_begin_again() && state::is_forked() {
         stays_local(match state::is_confined() {
             true => "a filter of system calls (seccomp) was installed before",
             false => "the call that has made it runs no handlers of fork",
@@ -493,15 +494,17 @@ impl Plan {
         }
     }
 
-    fn make(self) -> Result<State, String> {
+    fn make(mut self) -> Result<State, String> {
         let size = self.size?;
+        if let Some(share) = &mut self.share {
+            share.take(&self.runtime)?;
+        }
+        // Other processes may have to give that share back first: other threads of the program open
+        // files meanwhile.
         let window = match (&self.table, self.is_on_demand) {
             (None, false) => Some(window()?),
             _ => None,
         };
-        if let Some(share) = self.share {
-            share.keep(self.runtime.clone())?;
-        }
         use StoreCreateError::Alloc;
         let make = |bytes| self.runtime.arena_with(bytes, self.options.clone());
         let arena = match make(size.bytes) {
@@ -532,6 +535,9 @@ impl Plan {
         (arena.add_beside(regions)).map_err(|error| format!("static arrays: {error}"))?;
         if let Some(window) = window {
             window.plug(0);
+        }
+        if let Some(share) = self.share {
+            share.keep(self.runtime.clone())?;
         }
         // A child that gets no arena keeps no runtime.
         if state::is_child() {

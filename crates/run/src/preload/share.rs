@@ -39,21 +39,15 @@ static CONNECTION: AtomicI32 = AtomicI32::new(-1);
 pub(crate) struct Share {
     stream: UnixStream,
     bytes: u64,
-    /// The thread, which waits for [`keep`](Share::keep). A thread that starts later may wait for
-    /// the loader's lock, whose holder may wait for the arena.
-    listener: SyncSender<Listening>,
-}
-
-/// A first share, which the thread goes on with.
-struct Listening {
-    share: Share,
-    runtime: Runtime,
     /// Bytes of the whole budget.
     budget: u64,
+    /// The thread, which waits for [`keep`](Share::keep). A thread that starts later may wait for
+    /// the loader's lock, whose holder may wait for the arena.
+    listener: SyncSender<(Share, Runtime)>,
 }
 
 impl Share {
-    /// Connects to the launcher. A share is taken by [`keep`](Self::keep). `is_programs`: the
+    /// Connects to the launcher. A share is taken by [`take`](Self::take). `is_programs`: the
     /// connection is in the program's table, of which a child made by `fork` gets a copy.
     pub(crate) fn connect(socket: &str, is_programs: bool) -> Result<Share, String> {
         let stream = UnixStream::connect(socket).map_err(|error| no(&error))?;
@@ -63,41 +57,37 @@ impl Share {
         if is_programs {
             CONNECTION.store(stream.as_raw_fd(), Ordering::Relaxed);
         }
-        let (listener, listening) = sync_channel(1);
+        let (listener, listening) = sync_channel::<(Share, Runtime)>(1);
         let thread = thread::Builder::new().name("farpage-share".into());
         let listen = move || {
-            if let Ok(Listening {
-                share,
-                runtime,
-                budget,
-            }) = listening.recv()
-            {
-                share.listen(&runtime, budget);
+            if let Ok((share, runtime)) = listening.recv() {
+                share.listen(&runtime);
             }
         };
         farpage_tables::spawn(thread, listen).map_err(|error| no(&error))?;
         Ok(Share {
             stream,
             bytes: 0,
+            budget: 0,
             listener,
         })
     }
 
-    /// Waits for the first share, keeps the runtime to it, and asks for as much as the program
-    /// allocates.
-    pub(crate) fn keep(mut self, runtime: Runtime) -> Result<(), String> {
-        let budget = runtime.stats().pager.budget_bytes;
+    /// Waits for the first share, and gives it to the runtime, before the arena is made: that is
+    /// ordinary memory up to its budget. The share goes back with the connection, unless it is
+    /// [kept](Self::keep).
+    pub(crate) fn take(&mut self, runtime: &Runtime) -> Result<(), String> {
+        self.budget = runtime.stats().pager.budget_bytes;
         self.bytes = self.first().map_err(|error| no(&error))?;
-        // Before the arena is made, which is ordinary memory up to its budget.
         runtime.set_budget(ByteSize(self.bytes));
         small::set_budget(self.bytes);
+        Ok(())
+    }
+
+    /// Keeps the runtime to the share from now on, and asks for as much as the program allocates.
+    pub(crate) fn keep(self, runtime: Runtime) -> Result<(), String> {
         let listener = self.listener.clone();
-        let listening = Listening {
-            share: self,
-            runtime,
-            budget,
-        };
-        let sent = listener.send(listening);
+        let sent = listener.send((self, runtime));
         sent.map_err(|_| "the thread that keeps to a share of the budget has ended".to_owned())
     }
 
@@ -114,6 +104,9 @@ impl Share {
                     "too many programs share the budget: each needs 4 MiB at least; raise --budget{without}"
                 )))
             }
+            Err(error) if error.kind() == ErrorKind::UnexpectedEof => {
+                Err(Error::other("farpage run has ended with its program"))
+            }
             Err(error) if is_timeout(&error) => Err(Error::other(format!(
                 "none became free within {} s: other programs have it pinned, or are stopped; raise --budget",
                 PATIENCE.as_secs()
@@ -122,36 +115,49 @@ impl Share {
         }
     }
 
-    fn listen(mut self, runtime: &Runtime, budget: u64) {
-        let (mut wants, mut is_made) = (0, false);
+    fn listen(mut self, runtime: &Runtime) {
+        let (mut wants, mut is_made) = (None, false);
         loop {
-            let look = (self.bytes < budget).then_some(LOOK);
+            let look = (self.bytes < self.budget).then_some(LOOK);
             if self.stream.set_read_timeout(look).is_err() {
                 return;
             }
-            match read(&mut self.stream) {
-                Ok(bytes) => self.bytes = self.obey(runtime, bytes),
-                Err(error) if is_timeout(&error) => {}
+            let told = match read(&mut self.stream) {
+                Ok(bytes) => Some(bytes),
+                Err(error) if is_timeout(&error) => None,
                 // The launcher is gone: the present share stays.
                 Err(_) => return,
+            };
+            // What this process uses does not become another one's.
+            if told.unwrap_or(self.bytes) < self.budget && self.report(&mut wants).is_err() {
+                return;
+            }
+            if let Some(bytes) = told {
+                self.bytes = self.obey(runtime, bytes);
+            }
+            if self.bytes == self.budget {
+                wants = None;
             }
             // A share that came while the arena was made.
             if let Some(state) = state::get().filter(|_| !is_made) {
                 is_made = true;
                 keep_ordinary(state, self.bytes);
             }
-            let allocated = state::get().map_or(0, |state| {
-                state.arena.allocated_bytes() + state.arena.beside_bytes()
-            }) as u64;
-            // A quarter more, so that growth by small steps needs few messages.
-            let now = (allocated + allocated / 4).next_multiple_of(1 << 20);
-            if now > wants || now < wants / 2 {
-                wants = now;
-                if self.say(WANTS, wants).is_err() {
-                    return;
-                }
-            }
         }
+    }
+
+    /// Tells the launcher what the program uses, unless that is about what it `wants` already.
+    fn report(&mut self, wants: &mut Option<u64>) -> std::io::Result<()> {
+        let allocated = state::get().map_or(0, |state| {
+            state.arena.allocated_bytes() + state.arena.beside_bytes()
+        }) as u64;
+        // A quarter more, so that growth by small steps needs few messages.
+        let now = (allocated + allocated / 4).next_multiple_of(1 << 20);
+        if wants.is_none_or(|wants| now > wants || now < wants / 2) {
+            *wants = Some(now);
+            self.say(WANTS, now)?;
+        }
+        Ok(())
     }
 
     /// Changes the budget, and reports it when no pages exceed it any more.
@@ -207,7 +213,8 @@ fn no(error: &Error) -> String {
     format!("there is no share of the budget: {error}")
 }
 
-/// Closes the copy of the connection in a child made by `fork`, so that the parent's end is seen.
+/// Closes the copy of the connection in a child made by `fork`, by whatever call, so that the
+/// parent's end is seen.
 pub(crate) fn begin_child() {
     let connection = CONNECTION.swap(-1, Ordering::Relaxed);
     if connection >= 0 {

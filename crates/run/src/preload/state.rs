@@ -140,7 +140,7 @@ pub(crate) fn ask(bytes: usize) -> usize {
 
 /// True if this child made by `fork` may build a runtime of its own.
 pub(crate) fn may_begin_again() -> bool {
-    CHILD.load(Ordering::Relaxed) == this_process() && !is_confined()
+    CHILD.load(Ordering::Acquire) == this_process() && !is_confined()
 }
 
 /// Notes that the program asks for a filter of system calls. It may forbid what a runtime begins
@@ -159,9 +159,10 @@ pub(crate) fn begin_again() -> Option<&'static Runtime> {
     if !may_begin_again() {
         return None;
     }
-    CHILD.store(0, Ordering::Relaxed);
     let parents = RUNTIME.swap(ptr::null_mut(), Ordering::AcqRel);
     PROCESS.store(this_process(), Ordering::Relaxed);
+    // Whoever finds the chance taken finds that the child has begun, too.
+    CHILD.store(0, Ordering::Release);
     // SAFETY: it is never given back; stored whole.
     unsafe { parents.as_ref() }
 }

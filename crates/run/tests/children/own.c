@@ -272,6 +272,21 @@ static void among_threads(void) {
     must(holds(block, 8 * MIB, 1), "the parent's");
 }
 
+// The parent's memory and the child's fit the budget of 64 MiB together.
+static void fits(void) {
+    char *block = made(56 * MIB, 1);
+    size_t before = local();
+    pid_t child = fork();
+    if (child == 0) {
+        char *own = made(3 * MIB, 2);
+        must(holds(own, 3 * MIB, 2), "own");
+        _exit(0);
+    }
+    must_end(child);
+    must(before >= 56 * MIB && local() + MIB >= before, "the parent's memory has gone out");
+    must(holds(block, 56 * MIB, 1), "the parent's");
+}
+
 static void raw(void) {
     char *block = made(BYTES, 1);
     pid_t child = _Fork();
@@ -326,7 +341,7 @@ int main(int count, char **names) {
         {"in-turn", in_turn},           {"little", little},
         {"outlives", outlives},         {"among-threads", among_threads},
         {"raw", raw},                   {"bare", bare},
-        {"confined", confined},
+        {"confined", confined},         {"fits", fits},
     };
     for (size_t at = 0; at < sizeof cases / sizeof *cases; at++) {
         if (count == 2 && strcmp(names[1], cases[at].name) == 0) {
