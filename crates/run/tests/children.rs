@@ -47,8 +47,32 @@ fn a_child_of_a_parent_without_remote_memory_has_some() {
 }
 
 #[test]
+fn grandchildren_use_what_threads_of_their_parent_look_at_during_the_fork() {
+    run("among-lookers", "32MiB", &[], &[]);
+}
+
+#[test]
 fn a_child_that_needs_little_leaves_its_parents_memory_where_it_is() {
     run("fits", "64MiB", &[], &[]);
+}
+
+/// Four arenas of that size have no room among the addresses of a process.
+#[test]
+fn a_program_starts_with_an_arena_that_leaves_no_addresses_for_all_children() {
+    if !can_run(&[PYTHON]) {
+        return;
+    }
+    let script = "print(len(bytearray(9 << 20)))";
+    for &mode in modes() {
+        let options = [&["--budget", "64MiB", "--capacity", "20TiB"], mode].concat();
+        let ours = farpage_as("2MiB", &options, &[PYTHON, "-c", script]);
+        assert_eq!(
+            text(&ours.stdout),
+            "9437184\n",
+            "{mode:?} {}",
+            text(&ours.stderr)
+        );
+    }
 }
 
 #[test]

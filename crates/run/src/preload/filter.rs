@@ -67,15 +67,28 @@ fn is_in_window(at: usize) -> bool {
     FIRST.load(Ordering::Relaxed) <= upper && upper <= LAST.load(Ordering::Relaxed)
 }
 
-/// Reserves addresses for an arena of `bytes` bytes, for those of children made by `fork`, and all
-/// addresses that share their upper halves. A process whose addresses are limited reserves only its
-/// own arena's: the kernel maps nothing near them by itself.
+/// Reserves addresses for an arena of `bytes` bytes, for those of children made by `fork` as far as
+/// there is room, and all addresses that share their upper halves. A process whose addresses are
+/// limited reserves only its own arena's: the kernel maps nothing near them by itself.
 pub(crate) fn place(bytes: usize) -> Result<usize, String> {
     let of_one = bytes.div_ceil(1 << WINDOW_BITS);
-    let (arenas, reserved) = match limits::are_none() {
-        true => (GENERATIONS, (GENERATIONS * of_one) << WINDOW_BITS),
-        false => (1, bytes.next_multiple_of(RESERVED_BYTES)),
+    let placed = match limits::are_none() {
+        false => place_arenas(1, of_one, bytes.next_multiple_of(RESERVED_BYTES))?,
+        true => (1..=GENERATIONS)
+            .rev()
+            .find_map(|arenas| {
+                place_arenas(arenas, of_one, (arenas * of_one) << WINDOW_BITS).transpose()
+            })
+            .transpose()?,
     };
+    placed.ok_or_else(|| format!(
+        "there are no addresses for an arena of {bytes} bytes; try a smaller --capacity, a larger `ulimit -v`, or --fillers"
+    ))
+}
+
+/// Reserves `reserved` bytes of addresses for `arenas` arenas of `of_one` windows each. Returns
+/// `None` if there is no such room.
+fn place_arenas(arenas: usize, of_one: usize, reserved: usize) -> Result<Option<usize>, String> {
     let windows = arenas * of_one;
     let (first, places) = (
         PLACES.start >> WINDOW_BITS,
@@ -97,22 +110,20 @@ pub(crate) fn place(bytes: usize) -> Result<usize, String> {
             if !is_filtered(at, windows)? {
                 WINDOWS.store(of_one, Ordering::Relaxed);
                 ARENAS.store(arenas, Ordering::Relaxed);
-                return Ok(at);
+                return Ok(Some(at));
             }
             // SAFETY: made just now, and nobody's.
             unsafe { libc::syscall(libc::SYS_munmap, at, reserved) };
         }
     }
-    Err(format!(
-        "there are no addresses for an arena of {bytes} bytes; try a smaller --capacity, a larger `ulimit -v`, or --fillers"
-    ))
+    Ok(None)
 }
 
 /// Returns addresses of an arena of a child made by `fork` that has inherited `before` arenas: the
 /// filter looks for them, too.
 pub(crate) fn place_again(before: usize) -> Result<Range<usize>, String> {
     if before >= ARENAS.load(Ordering::Relaxed) {
-        return Err("addresses are limited (`ulimit -v`), and in-thread faults need some that are reserved (--fillers does without)".to_owned());
+        return Err("in-thread faults need addresses that are reserved, and there are none: they are limited (`ulimit -v`), or the --capacity is too large (--fillers does without)".to_owned());
     }
     let windows = WINDOWS.load(Ordering::Relaxed);
     let first = FIRST.load(Ordering::Relaxed) + before * windows;
