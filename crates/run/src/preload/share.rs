@@ -8,6 +8,7 @@
 
 use std::{
     io::{Error, ErrorKind, Read, Write},
+    net::Shutdown,
     os::{fd::AsRawFd, unix::net::UnixStream},
     sync::{
         atomic::{AtomicI32, Ordering},
@@ -44,6 +45,15 @@ pub(crate) struct Share {
     /// The thread, which waits for [`keep`](Share::keep). A thread that starts later may wait for
     /// the loader's lock, whose holder may wait for the arena.
     listener: SyncSender<(Share, Runtime)>,
+}
+
+impl Drop for Share {
+    /// Gives the share back. With in-thread faults a close alone would not: the filter of system
+    /// calls refuses it.
+    fn drop(&mut self) {
+        // Fails where the launcher is gone.
+        let _ = self.stream.shutdown(Shutdown::Both);
+    }
 }
 
 impl Share {
