@@ -282,9 +282,14 @@ fn say_once(line: &str) {
     static SAID: Mutex<Vec<String>> = Mutex::new(Vec::new());
     let _inside = Inside::enter();
     let mut said = SAID.lock();
-    if !said.iter().any(|before| before == line) {
-        say(line);
+    let is_new = !said.iter().any(|before| before == line);
+    if is_new {
         said.push(line.to_owned());
+    }
+    // Written without the lock, as somebody may have to read first.
+    drop(said);
+    if is_new {
+        say(line);
     }
 }
 

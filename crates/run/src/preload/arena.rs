@@ -274,7 +274,11 @@ fn start_in_child(parents: &Runtime) -> Result<Plan, String> {
     let plan = match signals::are_ours() {
         true => {
             unplug();
-            build(Some(parents), None, Some(&window()?))
+            let window = window()?;
+            let built = build(Some(parents), None, Some(&window));
+            // Also where nothing is built: the program could not close a descriptor there.
+            window.plug(0);
+            built
         }
         false => {
             let table = Table::private().map_err(|error| error.to_string())?;
@@ -343,7 +347,7 @@ fn build(
     let mut first = None;
     if let (Some(window), Ok(size)) = (window, &mut size) {
         let address = if parents.is_some() {
-            let addresses = filter::place_again(state::arenas())?;
+            let addresses = filter::place_again(state::all().count())?;
             *size = size.min(&Size::exactly(addresses.len()));
             addresses.start
         } else {

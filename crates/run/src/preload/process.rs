@@ -5,6 +5,7 @@
 //! have all memory.
 
 use std::{
+    array,
     cell::UnsafeCell,
     ffi::{c_char, c_int, c_void},
     mem,
@@ -20,7 +21,8 @@ use crate::{
     INSIDE, Inside, STARTING, errno, family, local,
     mappings::{self, Map},
     next::{self, Start as ThreadStart, next},
-    report, say, set_errno, share, signal_stack, signals, state,
+    report, say, set_errno, share, signal_stack, signals,
+    state::{self, GENERATIONS},
     thread_stacks::LocalStack,
 };
 
@@ -115,19 +117,19 @@ pub(crate) fn begins() -> bool {
     began.is_ok()
 }
 
-/// Locks that a child finds free: the map of arenas' addresses, and the record of the allocations
-/// of this process's own arena.
+/// Locks that a child finds free: the map of arenas' addresses, and the records of the allocations
+/// of all arenas.
 struct Held(
     UnsafeCell<(
         Option<RwLockWriteGuard<'static, Map>>,
-        Option<ArenaHold<'static>>,
+        [Option<ArenaHold<'static>>; GENERATIONS],
     )>,
 );
 
 // SAFETY: for the thread that forks alone, of which there is one at a time.
 unsafe impl Sync for Held {}
 
-static HELD: Held = Held(UnsafeCell::new((None, None)));
+static HELD: Held = Held(UnsafeCell::new((None, [const { None }; GENERATIONS])));
 
 /// Freezes the process for a call that runs no handlers. Returns false, with an `errno`, if the
 /// child would not have all memory: the call fails.
@@ -160,9 +162,11 @@ fn freezing() {
 }
 
 fn frozen() {
-    let hold = state::get().map(|state| state.arena.hold());
+    let mut arenas = state::all();
+    let holds = array::from_fn(|_| arenas.next().map(|state| state.arena.hold()));
+    debug_assert!(arenas.next().is_none(), "a line of forks has few arenas");
     // SAFETY: this thread forks.
-    unsafe { (*HELD.0.get()).1 = hold };
+    unsafe { (*HELD.0.get()).1 = holds };
 }
 
 fn ended(in_child: bool) {

@@ -212,14 +212,14 @@ pub(crate) fn newest() -> Option<&'static State> {
     unsafe { STATE.load(Ordering::Acquire).as_ref() }
 }
 
-/// Returns the number of arenas of this process, inherited ones included.
-pub(crate) fn arenas() -> usize {
-    iter::successors(newest(), |state| state.inherited).count()
+/// Returns the arenas of this process, inherited ones included, from the newest on.
+pub(crate) fn all() -> impl Iterator<Item = &'static State> {
+    iter::successors(newest(), |state| state.inherited)
 }
 
 /// Returns the arena that `address` lies in. It may be inherited.
 pub(crate) fn of(address: usize) -> Option<&'static State> {
-    iter::successors(newest(), |state| state.inherited).find(|state| state.has(address))
+    all().find(|state| state.has(address))
 }
 
 fn this_process() -> usize {

@@ -6,6 +6,7 @@
 #include <fcntl.h>
 #include <linux/filter.h>
 #include <linux/seccomp.h>
+#include <malloc.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdint.h>
@@ -287,6 +288,39 @@ static void fits(void) {
     must(holds(block, 56 * MIB, 1), "the parent's");
 }
 
+static char *inherited_block;
+
+static void *measures(void *none) {
+    while (!ends) must(malloc_usable_size(inherited_block) >= MIB, "the size of what is inherited");
+    return none;
+}
+
+// Forks a child while threads of it look at inherited blocks, which the grandchild uses, too.
+static void among_lookers(void) {
+    inherited_block = made(2 * MIB, 1);
+    pid_t child = fork();
+    if (child == 0) {
+        pthread_t others[2];
+        char *own = made(4 * MIB, 2);
+        for (int at = 0; at < 2; at++) pthread_create(&others[at], NULL, measures, NULL);
+        for (int round = 0; round < 40; round++) {
+            pid_t grandchild = fork();
+            if (grandchild == 0) {
+                alarm(60);
+                must(malloc_usable_size(inherited_block) >= 2 * MIB, "the size");
+                free(inherited_block);
+                _exit(0);
+            }
+            must_end(grandchild);
+        }
+        ends = 1;
+        for (int at = 0; at < 2; at++) pthread_join(others[at], NULL);
+        must(holds(own, 4 * MIB, 2), "own");
+        _exit(0);
+    }
+    must_end(child);
+}
+
 static void raw(void) {
     char *block = made(BYTES, 1);
     pid_t child = _Fork();
@@ -342,6 +376,7 @@ int main(int count, char **names) {
         {"outlives", outlives},         {"among-threads", among_threads},
         {"raw", raw},                   {"bare", bare},
         {"confined", confined},         {"fits", fits},
+        {"among-lookers", among_lookers},
     };
     for (size_t at = 0; at < sizeof cases / sizeof *cases; at++) {
         if (count == 2 && strcmp(names[1], cases[at].name) == 0) {
