@@ -117,19 +117,25 @@ pub(crate) fn begins() -> bool {
     began.is_ok()
 }
 
-/// Locks that a child finds free: the map of arenas' addresses, and the records of the allocations
-/// of all arenas.
-struct Held(
-    UnsafeCell<(
-        Option<RwLockWriteGuard<'static, Map>>,
-        [Option<ArenaHold<'static>>; GENERATIONS],
-    )>,
-);
+/// Locks that a child finds free.
+#[derive(Default)]
+struct Holds {
+    /// The map of arenas' addresses.
+    map: Option<RwLockWriteGuard<'static, Map>>,
+    /// The records of the allocations of all arenas.
+    records: [Option<ArenaHold<'static>>; GENERATIONS],
+}
+
+/// Locks that the thread which forks has.
+struct Held(UnsafeCell<Holds>);
 
 // SAFETY: for the thread that forks alone, of which there is one at a time.
 unsafe impl Sync for Held {}
 
-static HELD: Held = Held(UnsafeCell::new((None, [const { None }; GENERATIONS])));
+static HELD: Held = Held(UnsafeCell::new(Holds {
+    map: None,
+    records: [const { None }; GENERATIONS],
+}));
 
 /// Freezes the process for a call that runs no handlers. Returns false, with an `errno`, if the
 /// child would not have all memory: the call fails.
@@ -158,7 +164,7 @@ pub(crate) fn end(in_child: bool) {
 fn freezing() {
     let hold = state::newest().map(|_| mappings::change());
     // SAFETY: this thread forks.
-    unsafe { (*HELD.0.get()).0 = hold };
+    unsafe { (*HELD.0.get()).map = hold };
 }
 
 fn frozen() {
@@ -166,7 +172,7 @@ fn frozen() {
     let holds = array::from_fn(|_| arenas.next().map(|state| state.arena.hold()));
     debug_assert!(arenas.next().is_none(), "a line of forks has few arenas");
     // SAFETY: this thread forks.
-    unsafe { (*HELD.0.get()).1 = holds };
+    unsafe { (*HELD.0.get()).records = holds };
 }
 
 fn ended(in_child: bool) {
