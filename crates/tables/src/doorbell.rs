@@ -23,10 +23,9 @@ use crate::{Table, lost};
 /// An event that is readable from [`ring`](Doorbell::ring) until [`clear`](Doorbell::clear).
 ///
 /// An epoll instance that watches an eventfd, which is always readable, and which all doorbells of
-/// a table share. Ringing lets the instance
-/// report the eventfd, and clearing keeps it from that. Both are `epoll_ctl` calls, which the
-/// kernel refuses for anything but this pair of descriptors: they cost what a write and a read of
-/// an eventfd cost.
+/// a table share. Ringing lets the instance report the eventfd, and clearing keeps it from that.
+/// Both are `epoll_ctl` calls, which the kernel refuses for anything but this pair of descriptors:
+/// they cost what a write and a read of an eventfd cost.
 #[derive(Debug)]
 pub struct Doorbell {
     bell: Epoll,
