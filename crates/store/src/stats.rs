@@ -120,6 +120,10 @@ counters! {
     retries,
     /// READs that another copy served than the first.
     failovers,
+    /// READs that were sent again, elsewhere, because their answers were late.
+    hedges,
+    /// READs that were sent again because of a late answer, and answered first.
+    hedges_won,
     /// Pages that came back different from what was written, from one copy or all.
     corrupt,
     /// Pages whose fill or write-back ended with an error.

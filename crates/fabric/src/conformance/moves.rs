@@ -35,6 +35,67 @@ pub(super) fn reads_its_own_writes_at_every_size(session: &Arc<Session>) {
     assert_eq!(done.buf, expected);
 }
 
+/// Bytes of a READ go to the buffer that the READ has when they come, and to no earlier one.
+pub(super) fn a_late_answer_lands_in_the_spare_buffer(session: &Arc<Session>) {
+    const BYTES: usize = 1 << 20;
+    let mut channel = channel(session);
+    let extent = grant(session, 8 << 20);
+    for at in 0..4 {
+        write(
+            &mut *channel,
+            extent.id,
+            at * BYTES as u64,
+            pattern(at, BYTES),
+        );
+    }
+    let spare = || vec![0x55; BYTES];
+    let exchanged = channel.exchange(0, (100, spare()));
+    assert_eq!(exchanged, Err(spare()), "nothing is in flight");
+    // An exchange before the first poll, and ever later ones, in the midst of an answer.
+    for polls in 0..8 {
+        let mut done = Vec::new();
+        for at in 0..4 {
+            let tag = at * BYTES as u64;
+            post(
+                &mut *channel,
+                op(Verb::Read, extent.id, tag, vec![0xee; BYTES]),
+            );
+        }
+        for _ in 0..polls {
+            channel.poll(&mut done);
+        }
+        let is_done = |tag: u64, done: &[Completion<Vec<u8>>]| done.iter().any(|it| it.tag == tag);
+        let mut kept = Vec::new();
+        for tag in [0, BYTES as u64] {
+            let was_done = is_done(tag, &done);
+            match channel.exchange(tag, (tag + 1, spare())) {
+                Ok(own) => {
+                    assert!(!was_done && own == spare(), "the bytes change places");
+                    kept.push(own);
+                }
+                Err(refused) => assert!(refused == spare(), "a refusal changes nothing"),
+            }
+        }
+        done.extend(drain(&mut *channel));
+        assert_eq!(done.len(), 4, "every operation ends");
+        for completion in &done {
+            completion.result.as_ref().expect("leased memory");
+            let right = pattern(completion.tag / BYTES as u64, BYTES);
+            assert!(
+                completion.buf == right,
+                "{polls} polls, tag {}",
+                completion.tag
+            );
+        }
+        let renamed = done.iter().filter(|it| it.tag % BYTES as u64 == 1).count();
+        assert_eq!(renamed, kept.len(), "an exchanged READ has its new tag");
+        assert!(
+            kept.iter().all(|own| *own == spare()),
+            "the late answer came here"
+        );
+    }
+}
+
 pub(super) fn many_in_flight_end_exactly_once_each_with_its_own_bytes(session: &Arc<Session>) {
     const PAGES: u64 = 300;
     let mut channel = channel(session);

@@ -9,7 +9,9 @@ use std::{mem, time::Instant};
 use farpage_fabric::{ChannelError, Completion, Op, Verb};
 
 use super::{
-    IoQueue, place_of,
+    IoQueue,
+    late::LateReads,
+    place_of,
     port::{Port, PortState},
     run::{Direction, IoRun, RunBuffer, SlotTransfer, Task},
     sources::SourceReads,
@@ -53,10 +55,16 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
         buf: IoBuf<F>,
     ) {
         match remote.pool.has_copies() {
-            true => self.aim_first(run.way, remote, &mut transfer),
+            true => {
+                if run.way == Direction::Fill {
+                    self.hedges.pay();
+                }
+                self.aim_first(run.way, remote, &mut transfer)
+            }
             false => _ = transfer.aim_home(remote),
         }
         run.parts[part].task = Task::Moving(transfer);
+        run.parts[part].late = None;
         self.ops_in_flight += 1;
         self.watch.posted(run.way.index());
         self.send((index, part), run, remote, transfer, buf);
@@ -87,11 +95,16 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
         buf: IoBuf<F>,
     ) {
         if transfer.is_decoded() {
+            run.parts[part].sent = None;
             return self.begin_decoding((index, part), run, transfer, buf);
+        }
+        let port = remote.pool.port(transfer.server);
+        if remote.pool.has_copies() {
+            run.parts[part].sent = Some(self.hedges.sent());
+            self.ports[port].note_asked();
         }
         let SlotTransfer {
             place,
-            server,
             extent,
             bytes,
             ..
@@ -110,7 +123,7 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
             len,
             buf,
         };
-        self.ports[remote.pool.port(server)].post(op);
+        self.ports[port].post(op);
     }
 
     /// Lets one port make progress.
@@ -174,12 +187,16 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
             tag, buf, result, ..
         } = completion;
         match &result {
-            Ok(()) => self.ports[at].succeeded(),
+            Ok(()) => {
+                self.ports[at].succeeded();
+                self.note_answer(at, tag);
+            }
             Err(error) if error.is_transient() => self.ports[at].failed(error),
             Err(_) => {}
         }
         match result {
             result if SourceReads::is_one(tag) => self.complete_source(tag, buf, result),
+            result if LateReads::is_one(tag) => self.complete_late(tag, buf, result),
             result if self.has_copies(tag) => self.complete_copy(tag, buf, result),
             Err(error) if error.is_transient() || self.has_moved(tag) => {
                 self.repeat(tag, buf, error);

@@ -23,6 +23,7 @@ use std::{
 use crossbeam_channel::{Receiver, TryRecvError};
 use farpage_fabric::{Buf, Busy, Channel, ChannelError, ConnectError, ExtentId, Line, Op, Session};
 
+use super::pace::Pace;
 use crate::{blocking::Waker, health::ServerHealth, place::SlotSpan, pool::SlotPool};
 
 /// Pause between two attempts to open a channel: doubled from the first to the last.
@@ -44,6 +45,10 @@ pub(super) struct Port<B> {
     in_doubt: Vec<(Arc<DoubtfulSlots>, Option<ExtentId>)>,
     /// True if a copy was passed over because the port is closed.
     is_wanted: bool,
+    /// Time when the channel was opened, and of its last answer to a request for pages with copies.
+    opened: Instant,
+    heard: Instant,
+    pace: Pace,
     /// Health of all servers, and the number of this one. `None` for a stand-in.
     health: Option<(Arc<ServerHealth>, usize)>,
 }
@@ -149,6 +154,9 @@ impl<B: Buf> Port<B> {
             has_failed_to_open: false,
             in_doubt: Vec::new(),
             is_wanted: false,
+            opened: Instant::now(),
+            heard: Instant::now(),
+            pace: Pace::default(),
             health: None,
         }
     }
@@ -165,6 +173,60 @@ impl<B: Buf> Port<B> {
     pub(super) fn is_fine(&self) -> bool {
         let is_fine = |(health, server): &(Arc<ServerHealth>, usize)| health.is_fine(*server);
         self.health.as_ref().is_none_or(is_fine)
+    }
+
+    /// True if the server is neither suspect nor slow.
+    pub(super) fn is_prompt(&self) -> bool {
+        let is_prompt = |(health, server): &(Arc<ServerHealth>, usize)| health.is_prompt(*server);
+        self.health.as_ref().is_none_or(is_prompt)
+    }
+
+    /// Notes that an answer is half late: the server is slow.
+    pub(super) fn note_late(&self) {
+        self.note(ServerHealth::late);
+    }
+
+    /// Notes a request for a page with copies. That to a slow server is a probe.
+    pub(super) fn note_asked(&self) {
+        self.note(ServerHealth::probed);
+    }
+
+    /// Notes the answer of a request that was `sent` then.
+    pub(super) fn answered(&mut self, sent: Instant) {
+        self.heard = Instant::now();
+        if self.pace.note(self.heard.saturating_duration_since(sent)) {
+            self.note(ServerHealth::in_time);
+        }
+    }
+
+    /// Returns the time after which an answer of the server is late.
+    pub(super) fn patience(&self) -> Duration {
+        self.pace.patience()
+    }
+
+    /// Returns the time when the channel was opened.
+    pub(super) fn opened(&self) -> Instant {
+        self.opened
+    }
+
+    /// Returns the time of the channel's last answer, or that when it was opened.
+    pub(super) fn heard(&self) -> Instant {
+        self.heard
+    }
+
+    /// Takes the buffer of a READ back. See [`Channel::exchange`].
+    pub(super) fn exchange(&mut self, tag: u64, other: (u64, B)) -> Result<B, B> {
+        match &mut self.state {
+            PortState::Open { channel, .. } => channel.exchange(tag, other),
+            _ => Err(other.1),
+        }
+    }
+
+    /// Gives a channel up whose server is silent.
+    pub(super) fn give_up_channel(&mut self, silent: Duration) {
+        if let PortState::Open { channel, .. } = &mut self.state {
+            channel.give_up(silent);
+        }
     }
 
     /// Asks for a channel if there is none. The next [`recover`](Self::recover) opens the channel.
@@ -244,6 +306,7 @@ impl<B: Buf> Port<B> {
                     self.in_doubt.clear();
                     self.is_wanted = false;
                     self.has_failed_to_open = false;
+                    (self.opened, self.heard) = (now, now);
                     self.note(ServerHealth::succeeded);
                 }
                 Ok(Err(error)) => {

@@ -7,6 +7,8 @@
 //! long READs do not wait behind all short ones. Choosing extents and summing them up is left to
 //! `decode.rs`.
 
+use std::time::Instant;
+
 use farpage_fabric::regmem::{RegBuf, RegError, RegPool};
 
 use crate::roster::SERVERS_MAX;
@@ -29,6 +31,8 @@ pub(super) struct SourceRead {
     /// Number of the server's port.
     pub(super) port: usize,
     pub(super) bytes: u32,
+    /// Time when the READ was sent, or began to wait for a channel.
+    pub(super) sent: Instant,
 }
 
 /// READs of sources on one server.
@@ -148,10 +152,19 @@ impl SourceReads {
         TAG_BIT | number as u64
     }
 
+    /// Returns tags among which are those of all READs that have not ended.
+    pub(super) fn tags(&self) -> impl Iterator<Item = u64> + use<> {
+        (0..self.reads.len() as u64).map(|number| TAG_BIT | number)
+    }
+
+    /// Returns the READ with a tag, unless it has ended.
+    pub(super) fn find(&self, tag: u64) -> Option<SourceRead> {
+        self.reads[(tag & !TAG_BIT) as usize]
+    }
+
     /// Returns the READ with a tag.
     pub(super) fn get(&self, tag: u64) -> SourceRead {
-        let read = self.reads[(tag & !TAG_BIT) as usize];
-        read.expect("a READ that has not ended is here")
+        self.find(tag).expect("a READ that has not ended is here")
     }
 
     /// Ends a READ, and keeps its buffer if that was prepared.
@@ -197,6 +210,7 @@ mod tests {
             server: 0,
             port,
             bytes: bytes as u32,
+            sent: Instant::now(),
         }
     }
 

@@ -1,0 +1,382 @@
+//! Servers that fall silent, or are slow, with their connections open. Deadlines are far longer
+//! than any of these tests may take.
+
+use super::{
+    copies::{World, group_of, members_of, raw, raw_world, waiting},
+    parity::{SealedWorld, home_of},
+    *,
+};
+
+/// Upper bound of the time that a request may take: far from its deadline, and enough for a busy
+/// machine.
+const SOON: Duration = Duration::from_secs(5);
+
+/// Returns the server that a page is read from first.
+fn first_of(store: &PageStore, page: u64) -> usize {
+    usize::from(members_of(store, page)[0].server)
+}
+
+/// Reads a page, which must come soon.
+fn read_soon(io: &mut Queue, store: &Arc<PageStore>, page: u64) -> Vec<u8> {
+    let began = Instant::now();
+    let bytes = read(io, store, page).expect("another copy is there");
+    assert!(began.elapsed() < SOON, "{:?}", began.elapsed());
+    bytes
+}
+
+/// Polls until `is_met`.
+fn poll_until(io: &mut Queue, missing: &str, is_met: impl Fn() -> bool) {
+    wait_until(missing, || {
+        assert!(poll(io).is_empty(), "nothing ends meanwhile");
+        is_met()
+    });
+}
+
+/// Polls for a while, in which nothing ends.
+fn poll_for(io: &mut Queue, time: Duration) {
+    let until = Instant::now() + time;
+    while Instant::now() < until {
+        assert!(poll(io).is_empty(), "nothing ends meanwhile");
+    }
+}
+
+#[test]
+fn a_page_of_a_silent_server_is_read_from_another_copy() {
+    for codec in [Codec::Raw, Codec::Lz4] {
+        for is_passive in [false, true] {
+            let world = World::of(2, waiting());
+            let store = copies::copied(&world, 8, 2, codec, Reserve::Full);
+            let mut io = queue(&world.cluster);
+            let page: Vec<u8> = (0..4096).map(|i| (i / 7) as u8).collect();
+            write(&mut io, &store, 0, &page).expect("both live");
+            if is_passive {
+                io = passive_queue(&world.cluster);
+                io.prepare(&store, 1);
+                assert!(read_soon(&mut io, &store, 0) == page);
+            }
+            let silent = first_of(&store, 0);
+            let acquired = world.cluster.registered.stats().acquisitions;
+            world.servers[silent].stop();
+            assert!(read_soon(&mut io, &store, 0) == page);
+            let stats = store.stats();
+            assert_eq!((stats.hedges, stats.hedges_won), (1, 1), "{codec:?}");
+            assert_eq!((stats.retries, stats.errors), (0, 0));
+            assert!(
+                world.cluster.health.is_fine(silent),
+                "it is slow, and no more"
+            );
+            // The next READs do not go there first, but for a probe now and then.
+            let began = Instant::now();
+            for _ in 0..20 {
+                assert!(read_soon(&mut io, &store, 0) == page);
+            }
+            let probes = 1 + began.elapsed().as_millis() as u64 / 100;
+            assert!(store.stats().hedges <= 1 + probes, "{:?}", store.stats());
+            if is_passive {
+                let now = world.cluster.registered.stats().acquisitions;
+                assert_eq!(now, acquired, "a signal handler allocates nothing");
+            }
+            // The server is read again once it answers.
+            world.servers[silent].go_on();
+            let before = store.stats().failovers;
+            let asked = world.servers[silent].operations();
+            wait_until("the first copy is never read again", || {
+                let served = store.stats().failovers;
+                assert!(read_soon(&mut io, &store, 0) == page);
+                store.stats().failovers == served
+            });
+            assert!(world.servers[silent].operations() > asked && before > 0);
+            assert_eq!(store.stats().corrupt, 0);
+        }
+    }
+}
+
+/// The run of the hedged READ has ended, and another one has taken its place in the I/O queue.
+#[test]
+fn a_late_answer_lands_in_no_other_page() {
+    let (world, store, mut io) = raw_world(2, waiting(), 8, 2);
+    for page in 0..2 {
+        write(&mut io, &store, page, &odd_page(4096, page)).expect("both live");
+    }
+    let silent = first_of(&store, 0);
+    assert_eq!(
+        silent,
+        first_of(&store, 1),
+        "both pages are read there first"
+    );
+    world.servers[silent].stop();
+    let frame = read_soon(&mut io, &store, 0);
+    // The next READ goes there, too, and waits: the other server is slow, so nothing is hedged.
+    world.cluster.health.in_time(silent);
+    world.servers[1 - silent].stop();
+    world.cluster.health.late(1 - silent);
+    let asked = world.servers[silent].operations();
+    io.fill(&store, at(1), vec![0xee; 4096].into(), 1);
+    assert_eq!(world.servers[silent].operations(), asked + 1);
+    world.servers[silent].go_on();
+    let done = one(&mut io);
+    assert!(done.failed.is_empty() && done.frame.bytes == odd_page(4096, 1));
+    assert!(frame == odd_page(4096, 0), "the frame was handed out");
+    let stats = store.stats();
+    assert_eq!((stats.corrupt, stats.hedges_won), (0, 1), "{stats:?}");
+    world.servers[1 - silent].go_on();
+    assert!(poll(&mut io).is_empty());
+}
+
+#[test]
+fn the_first_answer_counts_also_if_it_is_the_late_one() {
+    let (world, store, mut io) = raw_world(2, waiting(), 8, 2);
+    write(&mut io, &store, 0, &odd_page(4096, 0)).expect("both live");
+    let silent = first_of(&store, 0);
+    let other = &world.servers[1 - silent];
+    world.servers[silent].stop();
+    let asked = other.operations();
+    io.fill(&store, at(0), vec![0xee; 4096].into(), 0);
+    poll_until(&mut io, "nothing is hedged", || other.operations() > asked);
+    other.stop();
+    poll_for(&mut io, Duration::from_millis(20));
+    world.servers[silent].go_on();
+    let done = one(&mut io);
+    assert!(done.failed.is_empty() && done.frame.bytes == odd_page(4096, 0));
+    let stats = store.stats();
+    assert_eq!((stats.hedges, stats.hedges_won, stats.corrupt), (1, 0, 0));
+    // The hedge is late now, and its bytes go nowhere.
+    other.go_on();
+    for page in 0..4 {
+        write(&mut io, &store, page, &odd_page(4096, 10 + page)).expect("both live");
+        assert!(read_soon(&mut io, &store, page) == odd_page(4096, 10 + page));
+    }
+    assert_eq!(store.stats().corrupt, 0);
+}
+
+#[test]
+fn nothing_is_hedged_while_all_servers_are_slow() {
+    for (servers, writes) in [(2, false), (3, false), (2, true), (3, true)] {
+        let (world, store, mut io) = raw_world(servers, waiting(), 64, 2);
+        for page in 0..64 {
+            write(&mut io, &store, page, &odd_page(4096, page)).expect("all live");
+        }
+        // One page of each server, so that all of them are waited for.
+        let pages = (0..world.servers.len()).map(|server| {
+            let mut pages = 0..64;
+            pages.find(|&page| first_of(&store, page) == server)
+        });
+        let pages: Vec<u64> = pages.map(|page| page.expect("all are used")).collect();
+        world.servers.iter().for_each(|server| server.stop());
+        let asked: u64 = world.servers.iter().map(|it| it.operations()).sum();
+        for &page in &pages {
+            io.fill(&store, at(page), vec![0xee; 4096].into(), page);
+            if writes {
+                io.write_back(&store, at(page), odd_page(4096, 100 + page).into(), page);
+            }
+        }
+        poll_for(&mut io, Duration::from_millis(200));
+        let begun = pages.len() as u64 * (1 + u64::from(writes));
+        let now: u64 = world.servers.iter().map(|it| it.operations()).sum();
+        assert_eq!(now, asked + begun, "nothing is sent twice");
+        assert!((0..world.servers.len()).all(|server| world.cluster.health.is_fine(server)));
+        world.servers.iter().for_each(|server| server.go_on());
+        while io.in_flight() > 0 {
+            some(&mut io)
+                .iter()
+                .for_each(|done| assert!(done.failed.is_empty()));
+        }
+        assert_eq!((store.stats().hedges, store.stats().retries), (0, 0));
+    }
+}
+
+#[test]
+fn one_read_in_twenty_may_be_hedged() {
+    let (mut world, store, mut io) = raw_world(2, waiting(), 256, 2);
+    write_pages(&mut io, &store, 0, &odd_pages(4096, 0..256));
+    let silent = first_of(&store, 0);
+    let here: Vec<u64> = (0..256)
+        .filter(|&page| first_of(&store, page) == silent)
+        .collect();
+    // A worker's READs under way, and more than are saved up for.
+    let reads = |io: &mut Queue, count: usize| {
+        let began = Instant::now();
+        // Every other page, so that each has a READ of its own.
+        for &page in here.iter().step_by(2).take(count) {
+            io.fill(&store, at(page), vec![0xee; 4096].into(), page);
+        }
+        while io.in_flight() > 0 {
+            for done in some(io) {
+                let right = odd_page(4096, done.request);
+                assert!(done.failed.is_empty() && done.frame.bytes == right);
+            }
+        }
+        assert!(began.elapsed() < SOON, "{:?}", began.elapsed());
+    };
+    world.servers[silent].stop();
+    reads(&mut io, 60);
+    assert_eq!(store.stats().hedges, 32);
+    // The others came when the silent connection was given up.
+    assert!(!world.cluster.health.is_fine(silent));
+    world.servers[silent].go_on();
+    world.wait_until_all_answer();
+    world.cluster.health.in_time(silent);
+    wait_until("it is never read again", || {
+        let served = store.stats().failovers;
+        reads(&mut io, 1);
+        store.stats().failovers == served
+    });
+    let (before, reads_before) = (store.stats().hedges, store.stats().fills);
+    assert_eq!(before, 32);
+    for _ in 0..40 {
+        reads(&mut io, 1);
+    }
+    world.servers[silent].stop();
+    reads(&mut io, 10);
+    let paid = 60 + store.stats().fills - reads_before;
+    let hedges = store.stats().hedges - before;
+    assert!(hedges >= 1 && hedges <= paid / 20, "{hedges} of {paid}");
+}
+
+#[test]
+fn a_write_to_a_silent_server_goes_elsewhere_soon() {
+    for servers in [2, 3] {
+        let (mut world, store, mut io) = raw_world(servers, waiting(), 64, 2);
+        write_pages(&mut io, &store, 0, &odd_pages(4096, 0..64));
+        let silent = first_of(&store, 0);
+        world.servers[silent].stop();
+        let began = Instant::now();
+        for page in 0..64 {
+            write(&mut io, &store, page, &odd_page(4096, 100 + page)).expect("others live");
+        }
+        assert!(began.elapsed() < SOON, "{:?}", began.elapsed());
+        let lacks = store.stats().under_protected_bytes > 0;
+        assert_eq!(lacks, servers == 2, "another server takes what it can");
+        world.servers[silent].go_on();
+        world.wait_until_all_answer();
+        // Nothing stale is read there.
+        for page in 0..64 {
+            assert!(read_soon(&mut io, &store, page) == odd_page(4096, 100 + page));
+        }
+        world.repair();
+        for page in 0..64 {
+            assert_eq!(group_of(&store, page).good_count(), 2);
+        }
+        assert_eq!((store.stats().corrupt, store.stats().errors), (0, 0));
+    }
+}
+
+#[test]
+fn a_column_of_a_silent_server_is_decoded() {
+    for is_passive in [false, true] {
+        let mut it = SealedWorld::new(5, (4, 1), waiting());
+        if is_passive {
+            it.io = passive_queue(&it.world.cluster);
+            it.io.prepare(&it.store, 1);
+        }
+        let page = it.sealed_pages()[0];
+        let right = it.model[page as usize * 4096..][..4096].to_vec();
+        assert!(read_soon(&mut it.io, &it.store, page) == right);
+        let silent = usize::from(home_of(&it.store, page).server);
+        it.world.servers[silent].stop();
+        for _ in 0..3 {
+            assert!(read_soon(&mut it.io, &it.store, page) == right);
+        }
+        let stats = it.store.stats();
+        assert!(
+            stats.hedges >= 1 && stats.hedges == stats.hedges_won,
+            "{stats:?}"
+        );
+        assert_eq!((stats.errors, stats.corrupt), (0, 0));
+        it.world.servers[silent].go_on();
+        assert!(read_soon(&mut it.io, &it.store, page) == right);
+    }
+}
+
+/// The page comes from its home before all sources of its decoding have come.
+#[test]
+fn a_late_column_ends_its_decoding() {
+    let mut it = SealedWorld::new(5, (4, 1), waiting());
+    let page = it.sealed_pages()[0];
+    let home = usize::from(home_of(&it.store, page).server);
+    let asked = |it: &SealedWorld| -> u64 {
+        let others = it.world.servers.iter().enumerate();
+        let others = others.filter(|(server, _)| *server != home);
+        others.map(|(_, server)| server.operations()).sum()
+    };
+    it.world.servers[home].stop();
+    let before = asked(&it);
+    it.io
+        .fill(&it.store, at(page), vec![0xee; 4096].into(), page);
+    wait_until("nothing is decoded", || {
+        assert!(poll(&mut it.io).is_empty());
+        asked(&it) > before
+    });
+    it.world.servers.iter().for_each(|server| server.stop());
+    poll_for(&mut it.io, Duration::from_millis(20));
+    it.world.servers[home].go_on();
+    let done = one(&mut it.io);
+    let right = &it.model[page as usize * 4096..][..4096];
+    assert!(done.failed.is_empty() && done.frame.bytes == right);
+    let stats = it.store.stats();
+    assert_eq!((stats.hedges, stats.hedges_won, stats.corrupt), (1, 0, 0));
+    it.world.servers.iter().for_each(|server| server.go_on());
+    it.assert_reads();
+}
+
+/// Requests are lost, or land late, as those of broken connections do.
+#[test]
+fn servers_that_stop_and_go_on_lose_nothing() {
+    for seed in 0..24 {
+        let copies = 2 + (seed % 2) as u8;
+        let servers = 2 + seed % 3;
+        let copies = copies.min(servers as u8);
+        let config = |server| SimConfig::new(1000 * seed + server);
+        let world = World::new((0..servers).map(config), waiting());
+        let codec = CODECS[seed as usize % CODECS.len()];
+        let store = copies::copied(&world, 96, copies, codec, Reserve::Full);
+        let mut model = vec![0; 96 * 4096];
+        let mut stopped = None;
+        let amid = |random: &mut ChaCha8Rng| {
+            if random.random_bool(0.1)
+                && let Some(server) = stopped.take()
+            {
+                let server: &Arc<SimServer> = server;
+                server.go_on();
+            } else if random.random_bool(0.1) && stopped.is_none() {
+                let server = &world.servers[random.random_range(0..servers) as usize];
+                server.stop();
+                stopped = Some(server);
+            }
+        };
+        let failed = conform_amid(&world.cluster, &store, &mut model, seed, 80, amid);
+        assert_eq!(failed, 0, "seed {seed}");
+        let stats = store.stats();
+        assert_eq!((stats.errors, stats.corrupt), (0, 0), "seed {seed}");
+    }
+}
+
+#[test]
+fn pages_without_copies_wait_for_their_server() {
+    let (server, cluster) = lone(SimConfig::new(1), within(Duration::from_secs(30)));
+    let store = remote(&cluster, 8, 4096, Codec::Raw);
+    let mut io = queue(&cluster);
+    write(&mut io, &store, 0, &odd_page(4096, 0)).expect("it lives");
+    server.stop();
+    io.fill(&store, at(0), vec![0xee; 4096].into(), 0);
+    poll_for(&mut io, Duration::from_millis(200));
+    server.go_on();
+    assert!(one(&mut io).frame.bytes == odd_page(4096, 0));
+    assert_eq!((store.stats().retries, store.stats().hedges), (0, 0));
+    // Beside pages with copies, too.
+    let world = World::of(2, waiting());
+    let (alone, copied) = (
+        remote(&world.cluster, 8, 4096, Codec::Raw),
+        raw(&world, 8, 2),
+    );
+    let mut io = queue(&world.cluster);
+    write(&mut io, &alone, 0, &odd_page(4096, 0)).expect("all live");
+    write(&mut io, &copied, 0, &odd_page(4096, 1)).expect("all live");
+    let home = usize::from(place_of(&alone, 0).0.server);
+    world.servers[home].stop();
+    io.fill(&alone, at(0), vec![0xee; 4096].into(), 0);
+    poll_for(&mut io, Duration::from_millis(200));
+    world.servers[home].go_on();
+    assert!(one(&mut io).frame.bytes == odd_page(4096, 0));
+    assert_eq!(alone.stats().retries, 0);
+}
