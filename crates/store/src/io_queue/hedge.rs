@@ -160,7 +160,7 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
             let mut parts = run.parts.iter();
             parts.any(|part| part.sent.is_some() && matches!(part.task, Task::Moving(_)))
         };
-        self.runs.iter().flatten().any(waits)
+        self.runs.iter().flatten().any(waits) || !self.sources.is_idle()
     }
 
     /// Calls `look` for each request under way that is looked at, with its tag.
@@ -304,7 +304,7 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
         are_prompt
     }
 
-    /// Notes that a request has ended well, and how long that took.
+    /// Notes that a request has ended well, and how long that took if it is looked at.
     pub(super) fn note_answer(&mut self, at: usize, tag: u64) {
         let sent = if LateReads::is_one(tag) {
             Some(self.hedges.late.get(tag).sent)
@@ -313,7 +313,7 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
         } else {
             self.run_of(tag).parts[place_of(tag).1].sent
         };
-        if let Some(sent) = sent {
+        if sent.is_some() || self.hedges.look_at.is_some() {
             self.ports[at].answered(sent);
         }
     }

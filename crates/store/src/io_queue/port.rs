@@ -45,8 +45,9 @@ pub(super) struct Port<B> {
     in_doubt: Vec<(Arc<DoubtfulSlots>, Option<ExtentId>)>,
     /// True if a copy was passed over because the port is closed.
     is_wanted: bool,
-    /// Time when the channel was opened, and of its last answer to a request for pages with copies.
+    /// Time when the channel was opened.
     opened: Instant,
+    /// Time of the channel's last answer, while requests for pages with copies are under way.
     heard: Instant,
     pace: Pace,
     /// Health of all servers, and the number of this one. `None` for a stand-in.
@@ -191,10 +192,11 @@ impl<B: Buf> Port<B> {
         self.note(ServerHealth::probed);
     }
 
-    /// Notes the answer of a request that was `sent` then.
-    pub(super) fn answered(&mut self, sent: Instant) {
+    /// Notes the answer of a request, and how long it took if the time when it was sent is known.
+    pub(super) fn answered(&mut self, sent: Option<Instant>) {
         self.heard = Instant::now();
-        if self.pace.note(self.heard.saturating_duration_since(sent)) {
+        let took = sent.map(|sent| self.heard.saturating_duration_since(sent));
+        if took.is_some_and(|took| self.pace.note(took)) {
             self.note(ServerHealth::in_time);
         }
     }

@@ -319,6 +319,36 @@ fn a_late_column_ends_its_decoding() {
     it.assert_reads();
 }
 
+/// One server is dead, so that a page there is decoded, and another one is silent.
+#[test]
+fn a_decoding_goes_on_without_a_silent_source() {
+    for is_passive in [false, true] {
+        let mut it = SealedWorld::new(6, (4, 2), waiting());
+        if is_passive {
+            it.io = passive_queue(&it.world.cluster);
+            it.io.prepare(&it.store, 1);
+        }
+        let page = it.sealed_pages()[0];
+        let right = it.model[page as usize * 4096..][..4096].to_vec();
+        let home = home_of(&it.store, page).server;
+        it.kill(usize::from(home));
+        assert!(read_soon(&mut it.io, &it.store, page) == right);
+        let view = pool(&it.store)
+            .groups
+            .set_of(place_of(&it.store, page).0.extent);
+        let source = view.expect("it has parity").others().next();
+        let silent = usize::from(source.expect("a set has others").server);
+        it.world.servers[silent].stop();
+        for _ in 0..3 {
+            assert!(read_soon(&mut it.io, &it.store, page) == right);
+        }
+        let stats = it.store.stats();
+        assert_eq!((stats.errors, stats.corrupt), (0, 0), "{stats:?}");
+        it.world.servers[silent].go_on();
+        it.assert_reads();
+    }
+}
+
 /// Requests are lost, or land late, as those of broken connections do.
 #[test]
 fn servers_that_stop_and_go_on_lose_nothing() {
