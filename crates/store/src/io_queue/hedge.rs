@@ -40,8 +40,10 @@ use crate::{
 const READS_PER_HEDGE: u32 = 20;
 /// Hedges that an I/O queue may save up: what a worker has under way when a server falls silent.
 const HEDGES_MAX: u32 = 32;
-/// Multiple of the patience with a server after which a silent connection is given up.
-const SILENCE: u32 = 5;
+/// Multiple of the patience with a server after which a silent connection is given up, and the
+/// shortest such time: longer than a busy machine mostly keeps a server from its processor.
+const SILENCE: u32 = 2;
+const SILENCE_MIN: Duration = Duration::from_millis(25);
 /// Interval of looks at requests that are under way: a fraction of the shortest patience.
 const LOOK: Duration = Duration::from_millis(2);
 /// Delay of a look after which the thread stood still, and may lack answers that have come.
@@ -110,7 +112,7 @@ impl Wait {
 
     /// True if the connection is silent for too long.
     fn is_silent(&self) -> bool {
-        self.silence >= SILENCE * self.patience
+        self.silence >= SILENCE_MIN.max(SILENCE * self.patience)
     }
 }
 
