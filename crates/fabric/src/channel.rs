@@ -315,8 +315,9 @@ pub trait Channel<B: Buf>: Send {
     }
 
     /// Takes the buffer of a READ back that has not ended. The READ goes on with another tag, into
-    /// `spare`, which has room for as many bytes, so that a late answer lands there. The first `len`
-    /// bytes of the two buffers change places: what has come already is not lost for the READ.
+    /// `spare`, which has room for as many bytes, so that a late answer lands there. The first
+    /// `len` bytes of the two buffers change places: what has come already is not lost for the
+    /// READ.
     ///
     /// Default: no READ gives its buffer back.
     ///

@@ -20,6 +20,7 @@
 //!
 //! Deliberately absent: fairness between regions, and priorities. The pager decides what to start.
 
+mod allowance;
 mod channels;
 mod copies;
 mod decode;
@@ -46,7 +47,7 @@ use nix::poll::{PollFd, PollFlags};
 
 pub use self::run::{RunBuffer, RunCompletion, RunCounts, RunTiming, StoreCall};
 use self::{
-    hedge::Hedges,
+    allowance::Hedges,
     late::LateReads,
     port::{Port, PortState, Ports},
     run::{Direction, IoRun, SlotTransfer, Spare, Task},
@@ -412,7 +413,7 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
         let mut until = self.look_again;
         let mut sooner = |time: Option<Instant>| until = until.into_iter().chain(time).min();
         if self.ops_in_flight > 0 {
-            sooner(self.hedges.look_at());
+            sooner(self.hedges.next_look());
         }
         let mut waker = self.has_calls_elsewhere();
         if !self.ports.absent.backlog.is_empty() {

@@ -56,10 +56,8 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
     ) {
         match remote.pool.has_copies() {
             true => {
-                if run.way == Direction::Fill {
-                    self.hedges.pay();
-                }
-                self.aim_first(run.way, remote, &mut transfer)
+                self.hedges.begin(run.way);
+                self.aim_first(run.way, remote, &mut transfer);
             }
             false => _ = transfer.aim_home(remote),
         }
@@ -94,13 +92,12 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
         transfer: SlotTransfer,
         buf: IoBuf<F>,
     ) {
+        run.parts[part].seen = None;
         if transfer.is_decoded() {
-            run.parts[part].sent = None;
             return self.begin_decoding((index, part), run, transfer, buf);
         }
         let port = remote.pool.port(transfer.server);
         if remote.pool.has_copies() {
-            run.parts[part].sent = Some(self.hedges.sent());
             self.ports[port].note_asked();
         }
         let SlotTransfer {

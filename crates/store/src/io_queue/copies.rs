@@ -205,7 +205,8 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
     }
 
     /// Chooses the copy to read: the first one that is Good and whose port is open, of a server
-    /// that is neither suspect nor slow if there is one, else of one that is not suspect. `tried` are positions that do not come into question.
+    /// that is neither suspect nor slow if there is one, else of one that is not suspect. `tried`
+    /// are positions that do not come into question.
     fn choose_read(
         &mut self,
         remote: &RemoteStore,

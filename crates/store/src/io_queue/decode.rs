@@ -295,7 +295,6 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
         transfer: &mut SlotTransfer,
         view: &SetView,
     ) -> Result<(), RegError> {
-        let sent = self.hedges.sent();
         for at in positions(transfer.decoding.unsent) {
             let Member { server, id, .. } = view.home(at).expect("a source is there");
             let source = SourceRead {
@@ -304,7 +303,7 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
                 server,
                 port: remote.pool.port(server),
                 bytes: transfer.bytes,
-                sent,
+                seen: None,
             };
             let Some((tag, buf)) = self.sources.begin(source, self.polls)? else {
                 continue;

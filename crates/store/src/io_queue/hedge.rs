@@ -1,10 +1,10 @@
 //! Servers that are silent with their connections open: *hedges*, READs that are sent again to
-//! another copy because their answers are late, and the end of connections that have been silent for
-//! too long.
+//! another copy because their answers are late, and the end of connections that have been silent
+//! for too long.
 //!
 //! The rule it keeps: slowness is relative. Nothing happens while all servers that pages could be
-//! read from are slow, and at most one READ in [`READS_PER_HEDGE`] is hedged. The first answer
-//! counts. The later one lands in a [buffer of its own](super::late) and is dropped.
+//! read from are slow, and at most one READ in 20 is hedged. The first answer counts. The later one
+//! lands in a [buffer of its own](super::late) and is dropped.
 //!
 //! A request whose answer is half late makes its server *slow*, for all I/O queues, until one of
 //! its answers is in time. READs go elsewhere meanwhile, but for a probe now and then. A slow
@@ -12,7 +12,9 @@
 //! has come for [`SILENCE`] times the patience with the server, breaks its connection: what then
 //! happens to all requests there is what happens when a server dies.
 //!
-//! Requests for pages without copies are not looked at, and pay nothing.
+//! The clock is not read for a request that is answered before the next *look*, and the age of any
+//! other one counts from the first look that finds it under way. Requests for pages without copies
+//! are not looked at.
 //!
 //! Deliberately absent: hedges of the READs that a page is decoded from. They have no copies.
 
@@ -22,6 +24,7 @@ use farpage_fabric::ChannelError;
 
 use super::{
     IoQueue,
+    allowance::{LOOK, READS_PER_HEDGE},
     late::{LateRead, LateReads},
     place_of,
     run::{Direction, IoRun, READ_BYTES_MAX, RunBuffer, SlotTransfer, Task},
@@ -36,67 +39,25 @@ use crate::{
     remote::{Backing, RemoteStore},
 };
 
-/// Number of READs for each of which one may be hedged: 5 %.
-const READS_PER_HEDGE: u32 = 20;
-/// Hedges that an I/O queue may save up: what a worker has under way when a server falls silent.
-const HEDGES_MAX: u32 = 32;
 /// Multiple of the patience with a server after which a silent connection is given up, and the
 /// shortest such time: longer than a busy machine mostly keeps a server from its processor.
 const SILENCE: u32 = 2;
 const SILENCE_MIN: Duration = Duration::from_millis(25);
-/// Interval of looks at requests that are under way: a fraction of the shortest patience.
-const LOOK: Duration = Duration::from_millis(2);
 /// Delay of a look after which the thread stood still, and may lack answers that have come.
 const STILL: Duration = Duration::from_millis(2);
 /// Buffers for late answers that a queue of signal handlers keeps.
 const PREPARED: usize = 2;
 
-/// State of the hedges of an I/O queue.
-pub(super) struct Hedges {
-    pub(super) late: LateReads,
-    /// READs that may be paid with, at most [`HEDGES_MAX`] times [`READS_PER_HEDGE`].
-    credit: u32,
-    /// Time of the next look at requests under way. `None`: none is looked at.
-    look_at: Option<Instant>,
-}
-
 /// Wait for the answer of a request.
 struct Wait {
     /// Number of the port.
     port: usize,
-    /// Time since the request was sent.
+    /// Time since the request was first seen under way.
     age: Duration,
-    /// Time since the server was last heard, or the request was sent.
+    /// Time since the server was last heard, or the request was first seen.
     silence: Duration,
     /// Patience with the server.
     patience: Duration,
-}
-
-impl Hedges {
-    pub(super) fn new(late: LateReads) -> Self {
-        Self {
-            late,
-            credit: HEDGES_MAX * READS_PER_HEDGE,
-            look_at: None,
-        }
-    }
-
-    /// Notes that a READ of pages with copies begins, which pays a part of a hedge.
-    pub(super) fn pay(&mut self) {
-        self.credit = (self.credit + 1).min(HEDGES_MAX * READS_PER_HEDGE);
-    }
-
-    /// Notes that a request for pages with copies is sent. Returns the time.
-    pub(super) fn sent(&mut self) -> Instant {
-        let now = Instant::now();
-        self.look_at.get_or_insert(now + LOOK);
-        now
-    }
-
-    /// Returns the time of the next look.
-    pub(super) fn look_at(&self) -> Option<Instant> {
-        self.look_at
-    }
 }
 
 impl Wait {
@@ -130,23 +91,30 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
 
     /// Looks at the requests under way, if it is time. Call after the channels were polled.
     pub(super) fn look_for_silence(&mut self) {
-        let Some(look_at) = self.hedges.look_at else {
+        if !self.hedges.is_used {
             return;
-        };
+        }
+        if self.ops_in_flight == 0 {
+            self.hedges.look_at = None;
+            return;
+        }
         let now = Instant::now();
+        let look_at = *self.hedges.look_at.get_or_insert(now + LOOK);
         if now < look_at {
             return;
         }
-        self.hedges.look_at = self.any_wait().then_some(now + LOOK);
-        if now - look_at > STILL {
-            return;
-        }
+        self.hedges.look_at = Some(now + LOOK);
+        self.ports.iter_mut().for_each(|port| port.note_look(now));
         // 1. All slow servers are known before any READ goes elsewhere.
+        let stood_still = now - look_at > STILL;
         self.for_each_wait(now, |io, _, wait| {
-            if wait.is_slow() {
+            if wait.is_slow() && !stood_still {
                 io.ports[wait.port].note_late();
             }
         });
+        if stood_still {
+            return;
+        }
         // 2. What is late goes elsewhere, or ends its connection.
         self.for_each_wait(now, |io, tag, wait| {
             let is_hedged = wait.is_late() && !SourceReads::is_one(tag) && io.hedge(tag);
@@ -154,15 +122,6 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
                 io.ports[wait.port].give_up_channel(wait.silence);
             }
         });
-    }
-
-    /// True if a request under way may become late.
-    fn any_wait(&self) -> bool {
-        let waits = |run: &IoRun<R, F>| {
-            let mut parts = run.parts.iter();
-            parts.any(|part| part.sent.is_some() && matches!(part.task, Task::Moving(_)))
-        };
-        self.runs.iter().flatten().any(waits) || !self.sources.is_idle()
     }
 
     /// Calls `look` for each request under way that is looked at, with its tag.
@@ -183,29 +142,36 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
         }
     }
 
-    /// Returns the wait for the answer of a request. `None` if it was not sent, or is not looked
-    /// at.
-    fn wait_for(&self, tag: u64, now: Instant) -> Option<Wait> {
-        let (port, sent) = if SourceReads::is_one(tag) {
+    /// Sees a request under way, and returns the wait for its answer. `None` if there is no such
+    /// request, or it is not looked at.
+    fn wait_for(&mut self, tag: u64, now: Instant) -> Option<Wait> {
+        let (port, seen) = if SourceReads::is_one(tag) {
             let read = self.sources.find(tag)?;
             read.owner?;
-            (read.port, read.sent)
+            self.sources.see(tag, now);
+            (read.port, read.seen)
         } else {
             let (index, part) = place_of(tag);
-            let run = self.runs[index].as_ref()?;
-            let part = run.parts.get(part)?;
-            let Task::Moving(transfer) = part.task else {
+            let run = self.runs[index].as_mut()?;
+            let Task::Moving(transfer) = run.parts.get(part)?.task else {
                 return None;
             };
             let pool = &run.store.remote_backing().pool;
-            (pool.port(transfer.server), part.sent?)
+            if !pool.has_copies() || transfer.is_decoded() {
+                return None;
+            }
+            let port = pool.port(transfer.server);
+            let seen = run.parts[part].seen;
+            run.parts[part].seen.get_or_insert(now);
+            (port, seen)
         };
+        let seen = seen.unwrap_or(now);
         let since = |moment: Instant| now.saturating_duration_since(moment);
         let way = &self.ports[port];
         way.is_open().then(|| Wait {
             port,
-            age: since(sent.max(way.opened())),
-            silence: since(sent.max(way.heard())),
+            age: since(seen.max(way.opened())),
+            silence: since(seen.max(way.heard())),
             patience: way.patience(),
         })
     }
@@ -221,8 +187,8 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
     fn hedge(&mut self, tag: u64) -> bool {
         let (index, part) = place_of(tag);
         let run = self.run_of(tag);
-        let (late, sent) = (run.moving(part), run.parts[part].sent);
-        let (Direction::Fill, Some(sent), false) = (run.way, sent, late.is_decoded()) else {
+        let (late, seen) = (run.moving(part), run.parts[part].seen);
+        let (Direction::Fill, Some(seen)) = (run.way, seen) else {
             return false;
         };
         let store = run.store.clone();
@@ -243,7 +209,7 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
         let read = LateRead {
             place: (index, part),
             transfer: late,
-            sent,
+            seen,
         };
         let Some((late_tag, spare)) = self.hedges.late.begin(read) else {
             return false;
@@ -306,18 +272,19 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
         are_prompt
     }
 
-    /// Notes that a request has ended well, and how long that took if it is looked at.
+    /// Notes that a request has ended well, and how long that took.
     pub(super) fn note_answer(&mut self, at: usize, tag: u64) {
-        let sent = if LateReads::is_one(tag) {
-            Some(self.hedges.late.get(tag).sent)
-        } else if SourceReads::is_one(tag) {
-            Some(self.sources.get(tag).sent)
-        } else {
-            self.run_of(tag).parts[place_of(tag).1].sent
-        };
-        if sent.is_some() || self.hedges.look_at.is_some() {
-            self.ports[at].answered(sent);
+        if !self.hedges.is_used {
+            return;
         }
+        let seen = if LateReads::is_one(tag) {
+            Some(self.hedges.late.get(tag).seen)
+        } else if SourceReads::is_one(tag) {
+            self.sources.get(tag).seen
+        } else {
+            self.run_of(tag).parts[place_of(tag).1].seen
+        };
+        self.ports[at].answered(seen);
     }
 
     /// Takes the answer of a READ that was hedged. The answer counts if it came first.
@@ -339,7 +306,7 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
         let Some(run) = run.filter(|run| result.is_ok() && is_awaited(run)) else {
             return self.end_late(tag, buf);
         };
-        let (hedge, sent) = (run.moving(part), run.parts[part].sent);
+        let (hedge, seen) = (run.moving(part), run.parts[part].seen);
         let port = run.store.remote_backing().pool.port(hedge.server);
         let bytes = transfer.bytes as usize;
         let first = if hedge.is_decoded() {
@@ -357,7 +324,7 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
                     let read = LateRead {
                         place,
                         transfer: hedge,
-                        sent: sent.unwrap_or_else(Instant::now),
+                        seen: seen.unwrap_or_else(Instant::now),
                     };
                     self.hedges.late.replace(tag, read);
                     first

@@ -23,14 +23,15 @@ pub(super) struct LateRead {
     /// answer is of use.
     pub(super) place: (usize, usize),
     pub(super) transfer: SlotTransfer,
-    pub(super) sent: Instant,
+    /// Time of the first look that found the READ under way.
+    pub(super) seen: Instant,
 }
 
 /// Late READs of an I/O queue.
 pub(super) struct LateReads {
     pool: RegPool,
-    /// Prepared buffers that are not out, and the length of each. If any were prepared, there are no
-    /// others: taking one takes no lock and allocates nothing.
+    /// Prepared buffers that are not out, and the length of each. If any were prepared, there are
+    /// no others: taking one takes no lock and allocates nothing.
     kept: Vec<RegBuf>,
     prepared_bytes: usize,
     /// READs by the number in their tags, each with the length of its buffer.
@@ -56,7 +57,8 @@ impl LateReads {
         tag >> 62 == TAG_BIT >> 62
     }
 
-    /// Keeps buffers for up to `count` late READs of up to `bytes`. There are no others from now on.
+    /// Keeps buffers for up to `count` late READs of up to `bytes`. There are no others from now
+    /// on.
     pub(super) fn prepare(&mut self, bytes: usize, count: usize) {
         self.reads.reserve(count);
         self.vacant.reserve(count);
@@ -130,7 +132,7 @@ mod tests {
         LateRead {
             place: (0, 0),
             transfer: SlotTransfer::new(place, bytes, Form::Raw),
-            sent: Instant::now(),
+            seen: Instant::now(),
         }
     }
 

@@ -47,8 +47,10 @@ pub(super) struct Port<B> {
     is_wanted: bool,
     /// Time when the channel was opened.
     opened: Instant,
-    /// Time of the channel's last answer, while requests for pages with copies are under way.
+    /// Time of the last look before which the channel had an answer.
     heard: Instant,
+    /// True if the channel had an answer since that look.
+    is_heard: bool,
     pace: Pace,
     /// Health of all servers, and the number of this one. `None` for a stand-in.
     health: Option<(Arc<ServerHealth>, usize)>,
@@ -157,6 +159,7 @@ impl<B: Buf> Port<B> {
             is_wanted: false,
             opened: Instant::now(),
             heard: Instant::now(),
+            is_heard: false,
             pace: Pace::default(),
             health: None,
         }
@@ -192,12 +195,22 @@ impl<B: Buf> Port<B> {
         self.note(ServerHealth::probed);
     }
 
-    /// Notes the answer of a request, and how long it took if the time when it was sent is known.
-    pub(super) fn answered(&mut self, sent: Option<Instant>) {
-        self.heard = Instant::now();
-        let took = sent.map(|sent| self.heard.saturating_duration_since(sent));
-        if took.is_some_and(|took| self.pace.note(took)) {
+    /// Notes an answer, and when its request was first seen under way, if any look saw it.
+    pub(super) fn answered(&mut self, seen: Option<Instant>) {
+        self.is_heard = true;
+        // A request that no look has seen was answered at once.
+        if self
+            .pace
+            .note(seen.map_or(Duration::ZERO, |seen| seen.elapsed()))
+        {
             self.note(ServerHealth::in_time);
+        }
+    }
+
+    /// Notes the time if the channel had an answer since the last look.
+    pub(super) fn note_look(&mut self, now: Instant) {
+        if std::mem::take(&mut self.is_heard) {
+            self.heard = now;
         }
     }
 
@@ -211,7 +224,7 @@ impl<B: Buf> Port<B> {
         self.opened
     }
 
-    /// Returns the time of the channel's last answer, or that when it was opened.
+    /// Returns the time of the look behind the channel's last answer, or when it was opened.
     pub(super) fn heard(&self) -> Instant {
         self.heard
     }

@@ -158,8 +158,8 @@ pub(super) struct RunPart<F> {
     /// Sum of the sources of an encoded page. That of raw pages is in `frame`.
     pub(super) sum: Option<RegBuf>,
     pub(super) task: Task,
-    /// Time when the request under way was sent, if its answer may become [late](super::hedge).
-    pub(super) sent: Option<Instant>,
+    /// Time of the first [look](super::hedge) that found the request under way.
+    pub(super) seen: Option<Instant>,
     /// Tag of the late READ whose answer still counts if it comes first.
     pub(super) late: Option<u64>,
     /// True if the pages were given other slots because a copy of the first ones missed a WRITE.
@@ -318,7 +318,7 @@ impl<R, F: RunBuffer> IoRun<R, F> {
             frame: Some(frame),
             sum: None,
             task: Task::Held(entry),
-            sent: None,
+            seen: None,
             late: None,
             has_moved: false,
         });
@@ -388,7 +388,7 @@ impl<R, F: RunBuffer> IoRun<R, F> {
             frame: None,
             sum: None,
             task,
-            sent: None,
+            seen: None,
             late: None,
             has_moved: false,
         });
@@ -419,7 +419,7 @@ impl<R, F: RunBuffer> IoRun<R, F> {
             frame: Some(frame.split_off(pages * page_bytes)),
             sum: None,
             task: Task::Raw,
-            sent: None,
+            seen: None,
             late: None,
             has_moved: part.has_moved,
         };

@@ -31,8 +31,8 @@ pub(super) struct SourceRead {
     /// Number of the server's port.
     pub(super) port: usize,
     pub(super) bytes: u32,
-    /// Time when the READ was sent, or began to wait for a channel.
-    pub(super) sent: Instant,
+    /// Time of the first [look](super::hedge) that found the READ under way.
+    pub(super) seen: Option<Instant>,
 }
 
 /// READs of sources on one server.
@@ -162,6 +162,13 @@ impl SourceReads {
         self.reads[(tag & !TAG_BIT) as usize]
     }
 
+    /// Notes that a look finds the READ with a tag under way.
+    pub(super) fn see(&mut self, tag: u64, now: Instant) {
+        if let Some(read) = &mut self.reads[(tag & !TAG_BIT) as usize] {
+            read.seen.get_or_insert(now);
+        }
+    }
+
     /// Returns the READ with a tag.
     pub(super) fn get(&self, tag: u64) -> SourceRead {
         self.find(tag).expect("a READ that has not ended is here")
@@ -210,7 +217,7 @@ mod tests {
             server: 0,
             port,
             bytes: bytes as u32,
-            sent: Instant::now(),
+            seen: None,
         }
     }
 
