@@ -63,6 +63,9 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
         }
         run.parts[part].task = Task::Moving(transfer);
         run.parts[part].late = None;
+        if self.ops_in_flight == 0 {
+            self.hedges.look_at = None;
+        }
         self.ops_in_flight += 1;
         self.watch.posted(run.way.index());
         self.send((index, part), run, remote, transfer, buf);
@@ -189,7 +192,8 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
                 self.note_answer(at, tag);
             }
             Err(error) if error.is_transient() => self.ports[at].failed(error),
-            Err(_) => {}
+            // The server refused the request.
+            Err(_) => self.ports[at].note_heard(),
         }
         match result {
             result if SourceReads::is_one(tag) => self.complete_source(tag, buf, result),

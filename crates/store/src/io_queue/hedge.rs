@@ -8,9 +8,13 @@
 //!
 //! A request whose answer is half late makes its server *slow*, for all I/O queues, until one of
 //! its answers is in time. READs go elsewhere meanwhile, but for a probe now and then. A slow
-//! server is still written to. A WRITE, or a READ that cannot be hedged, for which nothing at all
-//! has come for [`SILENCE`] times the patience with the server, breaks its connection: what then
-//! happens to all requests there is what happens when a server dies.
+//! server is still written to.
+//!
+//! A request that has waited for long while nothing at all came from its server breaks the
+//! connection, if the request has another place, and if a server there has answered a request that
+//! was sent in the meantime: a READ is sent to ask for such an answer. What then happens to all
+//! requests of the connection is what happens when a server dies. Time in which this thread stood
+//! still does not count.
 //!
 //! The clock is not read for a request that is answered before the next *look*, and the age of any
 //! other one counts from the first look that finds it under way. Requests for pages without copies
@@ -20,15 +24,15 @@
 
 use std::time::{Duration, Instant};
 
-use farpage_fabric::ChannelError;
+use farpage_fabric::{ChannelError, Op, Verb};
 
 use super::{
     IoQueue,
-    allowance::{LOOK, READS_PER_HEDGE},
+    allowance::READS_PER_HEDGE,
     late::{LateRead, LateReads},
     place_of,
     run::{Direction, IoRun, READ_BYTES_MAX, RunBuffer, SlotTransfer, Task},
-    sources::SourceReads,
+    sources::{SourceRead, SourceReads},
     staging::IoBuf,
     tag_of,
 };
@@ -39,12 +43,19 @@ use crate::{
     remote::{Backing, RemoteStore},
 };
 
-/// Multiple of the patience with a server after which a silent connection is given up, and the
-/// shortest such time: longer than a busy machine mostly keeps a server from its processor.
+/// Multiple of the patience with a server after which a silent connection is given up.
 const SILENCE: u32 = 2;
-const SILENCE_MIN: Duration = Duration::from_millis(25);
-/// Delay of a look after which the thread stood still, and may lack answers that have come.
-const STILL: Duration = Duration::from_millis(2);
+/// Shortest such time, where others can take what is written meanwhile: as long as the periods in
+/// which Linux hands out processor time to control groups.
+const SILENCE_MIN: Duration = Duration::from_millis(100);
+/// Shortest such time, where memory that misses WRITEs would have to be copied again.
+const SILENCE_ALONE_MIN: Duration = Duration::from_millis(250);
+/// Silence after which other servers have to answer before a connection is given up.
+const ASK_AFTER: Duration = Duration::from_millis(50);
+/// Bytes of a READ that asks for an answer.
+const ASK_BYTES: u32 = 64;
+/// Most times that the silence doubles after which a server's connections are given up.
+const DOUBLINGS_MAX: u32 = 5;
 /// Buffers for late answers that a queue of signal handlers keeps.
 const PREPARED: usize = 2;
 
@@ -54,7 +65,9 @@ struct Wait {
     port: usize,
     /// Time since the request was first seen under way.
     age: Duration,
-    /// Time since the server was last heard, or the request was first seen.
+    /// Time when the server was last heard, or the first request there was first seen.
+    silent_since: Instant,
+    /// Time since then.
     silence: Duration,
     /// Patience with the server.
     patience: Duration,
@@ -70,11 +83,6 @@ impl Wait {
     fn is_late(&self) -> bool {
         self.age >= self.patience
     }
-
-    /// True if the connection is silent for too long.
-    fn is_silent(&self) -> bool {
-        self.silence >= SILENCE_MIN.max(SILENCE * self.patience)
-    }
 }
 
 impl<R, F: RunBuffer> IoQueue<R, F> {
@@ -86,6 +94,7 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
             let bytes = (pages * store.page_bytes).min(READ_BYTES_MAX as usize);
             let bytes = bytes.max(store.page_bytes);
             self.hedges.late.prepare(bytes, PREPARED);
+            self.sources.prepare(ASK_BYTES as usize, 1);
         }
     }
 
@@ -98,15 +107,11 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
             self.hedges.look_at = None;
             return;
         }
-        let now = Instant::now();
-        let look_at = *self.hedges.look_at.get_or_insert(now + LOOK);
-        if now < look_at {
+        let Some((now, stood_still)) = self.hedges.begin_look() else {
             return;
-        }
-        self.hedges.look_at = Some(now + LOOK);
+        };
         self.ports.iter_mut().for_each(|port| port.note_look(now));
         // 1. All slow servers are known before any READ goes elsewhere.
-        let stood_still = now - look_at > STILL;
         self.for_each_wait(now, |io, _, wait| {
             if wait.is_slow() && !stood_still {
                 io.ports[wait.port].note_late();
@@ -118,8 +123,8 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
         // 2. What is late goes elsewhere, or ends its connection.
         self.for_each_wait(now, |io, tag, wait| {
             let is_hedged = wait.is_late() && !SourceReads::is_one(tag) && io.hedge(tag);
-            if !is_hedged && wait.is_silent() && io.has_prompt_port() {
-                io.ports[wait.port].give_up_channel(wait.silence);
+            if !is_hedged && wait.silence >= ASK_AFTER {
+                io.doubt_silent(tag, &wait, now);
             }
         });
     }
@@ -147,8 +152,8 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
     fn wait_for(&mut self, tag: u64, now: Instant) -> Option<Wait> {
         let (port, seen) = if SourceReads::is_one(tag) {
             let read = self.sources.find(tag)?;
-            read.owner?;
             self.sources.see(tag, now);
+            read.owner?;
             (read.port, read.seen)
         } else {
             let (index, part) = place_of(tag);
@@ -168,18 +173,107 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
         let seen = seen.unwrap_or(now);
         let since = |moment: Instant| now.saturating_duration_since(moment);
         let way = &self.ports[port];
+        let opened = way.opened().unwrap_or(now);
+        // READs that were hedged wait for the server, too.
+        let first = self
+            .hedges
+            .late
+            .since(port)
+            .map_or(seen, |late| seen.min(late));
+        let silent_since = first.max(opened).max(way.heard());
         way.is_open().then(|| Wait {
             port,
-            age: since(seen.max(way.opened())),
-            silence: since(seen.max(way.heard())),
+            age: since(seen.max(opened)),
+            silent_since,
+            silence: since(silent_since),
             patience: way.patience(),
         })
     }
 
-    /// True if a server answers as it should.
-    fn has_prompt_port(&self) -> bool {
-        let mut ports = self.ports.iter();
-        ports.any(|port| port.is_open() && port.is_prompt())
+    /// Gives the silent connection of a request up, if it has been silent for too long and the
+    /// request has another place. Asks the servers there for an answer first.
+    fn doubt_silent(&mut self, tag: u64, wait: &Wait, now: Instant) {
+        let Some(part_tag) = self.part_of(tag) else {
+            return;
+        };
+        let (run, part) = (self.run_of(part_tag), place_of(part_tag).1);
+        let (store, way, transfer) = (run.store.clone(), run.way, run.moving(part));
+        let has_moved = run.parts[part].has_moved;
+        let pool = &store.remote_backing().pool;
+        let Some(group) = pool.group(transfer.place) else {
+            return;
+        };
+        let since = wait.silent_since + ASK_AFTER;
+        let answers = |io: &Self, server: u8| {
+            let port = pool.port(server);
+            port != wait.port && io.ports[port].has_answered(since)
+        };
+        let others = self.ports.iter().filter(|port| port.has_answered(since));
+        // The silent server has not answered.
+        let others = others.count();
+        let can_move = others >= group.members().count();
+        let has_copy = group.good().any(|(at, member)| {
+            let is_tried = way == Direction::Fill && transfer.tried & (1 << at) != 0;
+            !is_tried && answers(self, member.server)
+        });
+        let has_place = has_copy
+            || match way {
+                Direction::WriteBack => can_move && !has_moved,
+                Direction::Fill => {
+                    let mut decoded = transfer;
+                    group.column.is_some()
+                        && others > 0
+                        && self.aim_prompt_decoding(store.remote_backing(), &mut decoded)
+                }
+            };
+        if !has_place {
+            let set = pool.groups.set_of(transfer.place.extent);
+            let copies = group.good().map(|(_, member)| member);
+            let sources = set.iter().flat_map(|view| view.others());
+            for member in copies.chain(sources) {
+                let port = pool.port(member.server);
+                if port != wait.port && !self.ports[port].has_answered(since) {
+                    self.ask(port, &member, transfer.place.offset, now);
+                }
+            }
+            return;
+        }
+        let shortest = match can_move {
+            true => SILENCE_MIN,
+            false => SILENCE_ALONE_MIN,
+        };
+        let port = &mut self.ports[wait.port];
+        let limit = shortest.max(SILENCE * wait.patience);
+        if wait.silence >= limit * (1 << port.give_ups().min(DOUBLINGS_MAX)) {
+            port.give_up_channel(wait.silence);
+        }
+    }
+
+    /// Sends a READ whose bytes nobody needs, unless one is under way there.
+    fn ask(&mut self, port: usize, member: &Member, offset: u64, now: Instant) {
+        // A signal handler takes no buffer that was not prepared.
+        let can_ask = !self.passive || self.sources.is_prepared();
+        if !can_ask || !self.ports[port].is_open() || self.sources.is_asked(port) {
+            return;
+        }
+        let read = SourceRead {
+            owner: None,
+            at: 0,
+            server: member.server,
+            port,
+            bytes: ASK_BYTES,
+            seen: Some(now),
+        };
+        if let Ok(Some((tag, buf))) = self.sources.begin(read, self.polls) {
+            self.ports[port].post(Op {
+                tag,
+                verb: Verb::Read,
+                extent: member.id,
+                offset,
+                len: ASK_BYTES,
+                buf: IoBuf::Staging(buf),
+            });
+        }
     }
 
     /// Sends a READ whose answer is late to another copy, or to the sources of a decoding. False if
@@ -209,13 +303,13 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
         let read = LateRead {
             place: (index, part),
             transfer: late,
+            port: remote.pool.port(late.server),
             seen,
         };
         let Some((late_tag, spare)) = self.hedges.late.begin(read) else {
             return false;
         };
-        let port = remote.pool.port(late.server);
-        let buf = match self.ports[port].exchange(tag, (late_tag, IoBuf::Staging(spare))) {
+        let buf = match self.ports[read.port].exchange(tag, (late_tag, IoBuf::Staging(spare))) {
             Ok(buf) => buf,
             Err(spare) => {
                 self.end_late(late_tag, spare);
@@ -277,14 +371,20 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
         if !self.hedges.is_used {
             return;
         }
+        self.ports[at].note_heard();
         let seen = if LateReads::is_one(tag) {
             Some(self.hedges.late.get(tag).seen)
         } else if SourceReads::is_one(tag) {
             self.sources.get(tag).seen
-        } else {
+        } else if self.has_copies(tag) {
             self.run_of(tag).parts[place_of(tag).1].seen
+        } else {
+            // No look sees it: its age is not known.
+            return;
         };
-        self.ports[at].answered(seen);
+        let took = |seen| self.hedges.now().saturating_duration_since(seen);
+        let took = seen.map_or(Duration::ZERO, took);
+        self.ports[at].answered(seen.unwrap_or(self.hedges.looked), took);
     }
 
     /// Takes the answer of a READ that was hedged. The answer counts if it came first.
@@ -324,7 +424,8 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
                     let read = LateRead {
                         place,
                         transfer: hedge,
-                        seen: seen.unwrap_or_else(Instant::now),
+                        port,
+                        seen: seen.unwrap_or(self.hedges.looked),
                     };
                     self.hedges.late.replace(tag, read);
                     first

@@ -23,6 +23,8 @@ pub(super) struct LateRead {
     /// answer is of use.
     pub(super) place: (usize, usize),
     pub(super) transfer: SlotTransfer,
+    /// Number of the port that the READ went to.
+    pub(super) port: usize,
     /// Time of the first look that found the READ under way.
     pub(super) seen: Instant,
 }
@@ -98,6 +100,13 @@ impl LateReads {
         read.expect("a READ that has not ended is here").0
     }
 
+    /// Returns the time when the first READ that is under way at a port was seen.
+    pub(super) fn since(&self, port: usize) -> Option<Instant> {
+        let reads = self.reads.iter().flatten();
+        let here = reads.filter(|(read, _)| read.port == port);
+        here.map(|(read, _)| read.seen).min()
+    }
+
     /// Lets another READ take the place and the buffer of the one with a tag, which has ended.
     pub(super) fn replace(&mut self, tag: u64, read: LateRead) {
         let late = self.reads[(tag & !TAG_BIT) as usize].as_mut();
@@ -131,6 +140,7 @@ mod tests {
         };
         LateRead {
             place: (0, 0),
+            port: 0,
             transfer: SlotTransfer::new(place, bytes, Form::Raw),
             seen: Instant::now(),
         }

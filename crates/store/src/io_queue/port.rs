@@ -45,12 +45,18 @@ pub(super) struct Port<B> {
     in_doubt: Vec<(Arc<DoubtfulSlots>, Option<ExtentId>)>,
     /// True if a copy was passed over because the port is closed.
     is_wanted: bool,
-    /// Time when the channel was opened.
-    opened: Instant,
+    /// Time of the first look at the channel. `None` before.
+    opened: Option<Instant>,
     /// Time of the last look before which the channel had an answer.
     heard: Instant,
     /// True if the channel had an answer since that look.
     is_heard: bool,
+    /// Time after which a request was sent that the server answered.
+    proof: Option<Instant>,
+    /// Number of channels that were given up since the last answer in time.
+    give_ups: u32,
+    /// True if the channel was given up.
+    is_given_up: bool,
     pace: Pace,
     /// Health of all servers, and the number of this one. `None` for a stand-in.
     health: Option<(Arc<ServerHealth>, usize)>,
@@ -157,9 +163,12 @@ impl<B: Buf> Port<B> {
             has_failed_to_open: false,
             in_doubt: Vec::new(),
             is_wanted: false,
-            opened: Instant::now(),
+            opened: None,
             heard: Instant::now(),
             is_heard: false,
+            proof: None,
+            give_ups: 0,
+            is_given_up: false,
             pace: Pace::default(),
             health: None,
         }
@@ -195,23 +204,32 @@ impl<B: Buf> Port<B> {
         self.note(ServerHealth::probed);
     }
 
-    /// Notes an answer, and when its request was first seen under way, if any look saw it.
-    pub(super) fn answered(&mut self, seen: Option<Instant>) {
+    /// Notes that the channel had an answer.
+    pub(super) fn note_heard(&mut self) {
         self.is_heard = true;
-        // A request that no look has seen was answered at once.
-        if self
-            .pace
-            .note(seen.map_or(Duration::ZERO, |seen| seen.elapsed()))
-        {
+    }
+
+    /// Notes an answer to a request that a look has first seen `at` this time, `took` ago. A
+    /// request that no look has seen was sent after the last look, and took no time.
+    pub(super) fn answered(&mut self, at: Instant, took: Duration) {
+        self.proof = self.proof.max(Some(at));
+        if self.pace.note(took, at + took) {
+            self.give_ups = 0;
             self.note(ServerHealth::in_time);
         }
     }
 
+    /// True if the server has answered a request that was sent after this time.
+    pub(super) fn has_answered(&self, since: Instant) -> bool {
+        self.is_open() && self.proof.is_some_and(|proof| proof >= since)
+    }
+
     /// Notes the time if the channel had an answer since the last look.
     pub(super) fn note_look(&mut self, now: Instant) {
-        if std::mem::take(&mut self.is_heard) {
+        if std::mem::take(&mut self.is_heard) || self.opened.is_none() {
             self.heard = now;
         }
+        self.opened.get_or_insert(now);
     }
 
     /// Returns the time after which an answer of the server is late.
@@ -219,12 +237,17 @@ impl<B: Buf> Port<B> {
         self.pace.patience()
     }
 
-    /// Returns the time when the channel was opened.
-    pub(super) fn opened(&self) -> Instant {
+    /// Returns the time of the first look at the channel.
+    pub(super) fn opened(&self) -> Option<Instant> {
         self.opened
     }
 
-    /// Returns the time of the look behind the channel's last answer, or when it was opened.
+    /// Returns the number of channels that were given up since the last answer in time.
+    pub(super) fn give_ups(&self) -> u32 {
+        self.give_ups
+    }
+
+    /// Returns the time of the look behind the channel's last answer, or of the first look.
     pub(super) fn heard(&self) -> Instant {
         self.heard
     }
@@ -239,8 +262,11 @@ impl<B: Buf> Port<B> {
 
     /// Gives a channel up whose server is silent.
     pub(super) fn give_up_channel(&mut self, silent: Duration) {
-        if let PortState::Open { channel, .. } = &mut self.state {
+        if let PortState::Open { channel, .. } = &mut self.state
+            && !std::mem::replace(&mut self.is_given_up, true)
+        {
             channel.give_up(silent);
+            self.give_ups += 1;
         }
     }
 
@@ -321,7 +347,7 @@ impl<B: Buf> Port<B> {
                     self.in_doubt.clear();
                     self.is_wanted = false;
                     self.has_failed_to_open = false;
-                    (self.opened, self.heard) = (now, now);
+                    (self.opened, self.is_given_up) = (None, false);
                     self.note(ServerHealth::succeeded);
                 }
                 Ok(Err(error)) => {

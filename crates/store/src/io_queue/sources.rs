@@ -162,6 +162,17 @@ impl SourceReads {
         self.reads[(tag & !TAG_BIT) as usize]
     }
 
+    /// True if a short READ takes a prepared buffer, or none.
+    pub(super) fn is_prepared(&self) -> bool {
+        self.prepared > 0
+    }
+
+    /// True if a READ that nobody waits for is under way at a port.
+    pub(super) fn is_asked(&self, port: usize) -> bool {
+        let mut reads = self.reads.iter().flatten();
+        reads.any(|read| read.port == port && read.owner.is_none())
+    }
+
     /// Notes that a look finds the READ with a tag under way.
     pub(super) fn see(&mut self, tag: u64, now: Instant) {
         if let Some(read) = &mut self.reads[(tag & !TAG_BIT) as usize] {
