@@ -291,12 +291,8 @@ fn a_write_to_a_silent_server_goes_elsewhere_soon() {
 
 /// Asserts that no server's connection was given up, and none was sent anything twice.
 fn assert_waited(world: &World, store: &PageStore) {
-    let servers = 0..world.servers.len();
-    assert!(
-        servers
-            .map(|it| world.cluster.health.is_fine(it))
-            .all(|it| it)
-    );
+    let mut servers = 0..world.servers.len();
+    assert!(servers.all(|it| world.cluster.health.is_fine(it)));
     let stats = store.stats();
     assert_eq!((stats.retries, stats.errors), (0, 0), "{stats:?}");
     assert_eq!((stats.under_protected_bytes, stats.corrupt), (0, 0));
