@@ -2,8 +2,8 @@
 //!
 //! The rule it keeps: a server is *suspect* from the first transient failure until an operation
 //! succeeds there, and *slow* from the first late answer until one is in time. Both are hints for
-//! the choice among copies of a page. What suspicion means
-//! for the memory of a server is left to the [repairs](crate::repair).
+//! the choice among copies of a page. What suspicion means for the memory of a server is left to
+//! the [repairs](crate::repair).
 
 use std::{
     sync::{

@@ -309,6 +309,10 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
                 if way == Direction::WriteBack && error.is_transient() {
                     transfer.doubt |= bit;
                 }
+                if let Some(late) = run.parts[part].late {
+                    // The copy whose answer is late is all that may be left.
+                    transfer.tried &= !self.hedges.late.get(late).transfer.bit();
+                }
             }
         }
         self.go_on(index, run, part, transfer, buf, result);

@@ -282,7 +282,8 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
         let (index, part) = place_of(tag);
         let run = self.run_of(tag);
         let (late, seen) = (run.moving(part), run.parts[part].seen);
-        let (Direction::Fill, Some(seen)) = (run.way, seen) else {
+        let is_hedge = run.parts[part].late.is_some();
+        let (Direction::Fill, Some(seen), false) = (run.way, seen, is_hedge) else {
             return false;
         };
         let store = run.store.clone();
@@ -403,9 +404,14 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
             part.is_some_and(|it| it.late == Some(tag) && matches!(it.task, Task::Moving(_)))
         };
         let run = self.runs.get(index).and_then(Option::as_ref);
-        let Some(run) = run.filter(|run| result.is_ok() && is_awaited(run)) else {
+        let Some(run) = run.filter(is_awaited) else {
             return self.end_late(tag, buf);
         };
+        if result.is_err() {
+            let run = self.runs[index].as_mut();
+            run.expect("the run is here").parts[part].late = None;
+            return self.end_late(tag, buf);
+        }
         let (hedge, seen) = (run.moving(part), run.parts[part].seen);
         let port = run.store.remote_backing().pool.port(hedge.server);
         let bytes = transfer.bytes as usize;
@@ -417,6 +423,10 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
             self.sources.abandon(place);
             self.end_late(tag, buf);
             sum
+        } else if let Some(mut first) = self.ports[port].take_back(tag_of(index, part)) {
+            first.as_mut()[..bytes].copy_from_slice(&buf.as_ref()[..bytes]);
+            self.end_late(tag, buf);
+            first
         } else {
             // The hedge becomes the late READ.
             match self.ports[port].exchange(tag_of(index, part), (tag, buf)) {

@@ -32,10 +32,13 @@ pub(super) struct LateRead {
 /// Late READs of an I/O queue.
 pub(super) struct LateReads {
     pool: RegPool,
-    /// Prepared buffers that are not out, and the length of each. If any were prepared, there are
+    /// Prepared buffers that are not out, and the length of each. Once that is not zero, there are
     /// no others: taking one takes no lock and allocates nothing.
     kept: Vec<RegBuf>,
     prepared_bytes: usize,
+    /// Buffers of other lengths whose READs have ended since. The next preparation frees them:
+    /// signal handlers free nothing.
+    retired: Vec<RegBuf>,
     /// READs by the number in their tags, each with the length of its buffer.
     reads: Vec<Option<(LateRead, usize)>>,
     vacant: Vec<usize>,
@@ -48,6 +51,7 @@ impl LateReads {
             pool,
             kept: Vec::new(),
             prepared_bytes: 0,
+            retired: Vec::new(),
             reads: Vec::new(),
             vacant: Vec::new(),
             bytes_out: 0,
@@ -64,15 +68,15 @@ impl LateReads {
     pub(super) fn prepare(&mut self, bytes: usize, count: usize) {
         self.reads.reserve(count);
         self.vacant.reserve(count);
+        self.retired.clear();
+        self.retired.reserve(self.reads.iter().flatten().count());
         let bytes = bytes.next_power_of_two();
         if bytes <= self.prepared_bytes {
             return;
         }
-        let made = (0..count).map_while(|_| self.pool.acquire(bytes).ok());
-        let kept: Vec<_> = made.collect();
-        if kept.len() == count {
-            (self.kept, self.prepared_bytes) = (kept, bytes);
-        }
+        let mut kept = Vec::with_capacity(count);
+        kept.extend((0..count).map_while(|_| self.pool.acquire(bytes).ok()));
+        (self.kept, self.prepared_bytes) = (kept, bytes);
     }
 
     /// Begins a late READ. Returns its tag, and its buffer. `None`: no buffer can be had.
@@ -121,6 +125,8 @@ impl LateReads {
         self.bytes_out -= bytes;
         if bytes == self.prepared_bytes && self.kept.len() < self.kept.capacity() {
             self.kept.push(buf);
+        } else if self.prepared_bytes > 0 {
+            self.retired.push(buf);
         }
     }
 }
@@ -177,5 +183,30 @@ mod tests {
         }
         assert!(reads.begin(read(20_000)).is_none(), "no buffer is as long");
         assert_eq!(reads.pool.stats().acquisitions, acquired);
+    }
+
+    #[test]
+    fn a_buffer_that_is_out_while_longer_ones_are_prepared_is_freed_by_the_next_preparation() {
+        let mut reads = reads();
+        reads.prepare(4096, 2);
+        let (tag, buf) = reads.begin(read(4096)).expect("it was prepared");
+        reads.prepare(10_000, 2);
+        reads.end(tag, buf);
+        assert_eq!((reads.retired.len(), reads.kept.len()), (1, 2));
+        reads.prepare(4096, 2);
+        assert!(reads.retired.is_empty());
+    }
+
+    #[test]
+    fn nothing_is_acquired_after_a_preparation_that_found_no_memory() {
+        let options = RegPoolOptions {
+            bytes_max: 0,
+            ..RegPoolOptions::default()
+        };
+        let mut reads = LateReads::new(RegPool::new([], options));
+        reads.prepare(4096, 2);
+        let acquired = reads.pool.stats();
+        assert!(reads.begin(read(4096)).is_none() && reads.prepared_bytes == 4096);
+        assert_eq!(reads.pool.stats().acquisitions, acquired.acquisitions);
     }
 }

@@ -260,6 +260,12 @@ impl<B: Buf> Port<B> {
         }
     }
 
+    /// Takes a request back that was not posted.
+    pub(super) fn take_back(&mut self, tag: u64) -> Option<B> {
+        let at = self.backlog.iter().position(|op| op.tag == tag)?;
+        self.backlog.remove(at).map(|op| op.buf)
+    }
+
     /// Gives a channel up whose server is silent.
     pub(super) fn give_up_channel(&mut self, silent: Duration) {
         if let PortState::Open { channel, .. } = &mut self.state

@@ -173,6 +173,68 @@ fn the_first_answer_counts_also_if_it_is_the_late_one() {
     assert_eq!(store.stats().corrupt, 0);
 }
 
+/// The queue of the other server is full, so that the hedge was not posted.
+#[test]
+fn the_late_answer_counts_while_the_hedge_waits_for_room() {
+    let config = |seed| SimConfig {
+        queue_depth: 1,
+        ..SimConfig::new(seed)
+    };
+    let world = World::new((0..2).map(config), waiting());
+    let alone = remote(&world.cluster, 64, 4096, Codec::Raw);
+    let copied = raw(&world, 8, 2);
+    let mut io = queue(&world.cluster);
+    write(&mut io, &copied, 0, &odd_page(4096, 0)).expect("both live");
+    let silent = first_of(&copied, 0);
+    let is_elsewhere = |page: &u64| {
+        write(&mut io, &alone, *page, &odd_page(4096, 1)).expect("both live");
+        usize::from(place_of(&alone, *page).0.server) != silent
+    };
+    let page = (0..64).find(is_elsewhere).expect("both are used");
+    world.servers.iter().for_each(|server| server.stop());
+    io.fill(&alone, at(page), vec![0xee; 4096].into(), 1);
+    io.fill(&copied, at(0), vec![0xee; 4096].into(), 0);
+    poll_for(&mut io, Duration::from_millis(40));
+    world.servers[silent].go_on();
+    let done = one(&mut io);
+    assert!(done.request == 0 && done.frame.bytes == odd_page(4096, 0));
+    let stats = copied.stats();
+    assert_eq!((stats.hedges, stats.hedges_won, stats.corrupt), (1, 0, 0));
+    world.servers[1 - silent].go_on();
+    assert!(one(&mut io).frame.bytes == odd_page(4096, 1));
+}
+
+/// The I/O queue of a signal handler opens no channel again, and waits for the first copy.
+#[test]
+fn a_hedge_that_fails_ends_no_read() {
+    for is_passive in [false, true] {
+        let (world, store, mut io) = raw_world(2, waiting(), 8, 2);
+        write(&mut io, &store, 0, &odd_page(4096, 0)).expect("both live");
+        if is_passive {
+            io = passive_queue(&world.cluster);
+            io.prepare(&store, 1);
+        }
+        let silent = first_of(&store, 0);
+        let other = &world.servers[1 - silent];
+        world.servers[silent].stop();
+        let asked = other.operations();
+        io.fill(&store, at(0), vec![0xee; 4096].into(), 0);
+        poll_until(&mut io, "nothing is hedged", || {
+            if other.operations() == asked {
+                return false;
+            }
+            other.stop();
+            true
+        });
+        other.cut();
+        poll_for(&mut io, Duration::from_millis(20));
+        world.servers[silent].go_on();
+        let done = one(&mut io);
+        assert!(done.failed.is_empty() && done.frame.bytes == odd_page(4096, 0));
+        assert_eq!(store.stats().corrupt, 0);
+    }
+}
+
 #[test]
 fn nothing_is_hedged_while_all_servers_are_slow() {
     for (servers, writes) in [(2, false), (3, false), (2, true), (3, true)] {
