@@ -3,8 +3,8 @@
 //! The rule it keeps: all events depend on the seed and on the order of calls alone. A step is one
 //! [`poll`](Channel::poll) of a channel. Injected: delay, reordering, a link rate, lost operations
 //! (which may have taken place or not, and WRITEs among them may yet, until their line has a new
-//! channel), READs that bring a wrong byte, a cut that heals, a server that
-//! stops and goes on, its death.
+//! channel), READs that bring a wrong byte, a cut that heals, a server that stops and goes on, its
+//! death.
 
 mod channel;
 mod host;

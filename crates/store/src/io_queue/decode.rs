@@ -111,7 +111,7 @@ impl SlotTransfer {
 
 impl<F: RunBuffer> RunPart<F> {
     /// Keeps the buffer that sources are summed up in.
-    fn keep_sum(&mut self, buf: IoBuf<F>) {
+    pub(super) fn keep_sum(&mut self, buf: IoBuf<F>) {
         match buf {
             IoBuf::Frame(frame) => self.frame = Some(frame),
             IoBuf::Staging(block) => self.sum = Some(block),
@@ -280,6 +280,7 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
                 self.stop_decoding(run, part);
                 run.parts[part].task = Task::Fetch(transfer);
             }
+            Err(_) if self.take_hedge_back(place, run) => {}
             Err(error) => {
                 self.stop_decoding(run, part);
                 run.fail(part, no_memory(&store, error));

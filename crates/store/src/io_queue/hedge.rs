@@ -244,8 +244,10 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
         };
         let port = &mut self.ports[wait.port];
         let limit = shortest.max(SILENCE * wait.patience);
-        if wait.silence >= limit * (1 << port.give_ups().min(DOUBLINGS_MAX)) {
-            port.give_up_channel(wait.silence);
+        let doublings = port.give_ups().min(DOUBLINGS_MAX);
+        if wait.silence >= limit * (1 << doublings) && port.give_up_channel(wait.silence) {
+            let run = self.runs[place_of(part_tag).0].as_mut();
+            run.expect("the run is here").tally.connections_given_up += 1;
         }
     }
 
@@ -323,6 +325,37 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
         run.tally.hedges += 1;
         self.runs[index] = Some(run);
         self.send_again(tag, hedge, buf);
+        true
+    }
+
+    /// Makes the late READ of a part, whose hedge is a decoding that cannot go on, the part's only
+    /// READ again. False if there is none under way.
+    pub(super) fn take_hedge_back(
+        &mut self,
+        (index, part): (usize, usize),
+        run: &mut IoRun<R, F>,
+    ) -> bool {
+        let Some(late) = run.parts[part].late else {
+            return false;
+        };
+        let LateRead {
+            transfer,
+            port,
+            seen,
+            ..
+        } = self.hedges.late.get(late);
+        let own = run.parts[part].take_sum();
+        match self.ports[port].exchange(late, (tag_of(index, part), own)) {
+            Ok(spare) => self.end_late(late, spare),
+            Err(own) => {
+                run.parts[part].keep_sum(own);
+                return false;
+            }
+        }
+        self.hedges.credit += READS_PER_HEDGE;
+        run.tally.hedges -= 1;
+        let part = &mut run.parts[part];
+        (part.late, part.seen, part.task) = (None, Some(seen), Task::Moving(transfer));
         true
     }
 
@@ -462,5 +495,18 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
             unreachable!("late answers come into buffers of their own");
         };
         self.hedges.late.end(tag, buf);
+    }
+}
+
+#[cfg(test)]
+impl<R, F: RunBuffer> IoQueue<R, F> {
+    /// Returns the time, without the time in which the thread stood still.
+    pub(crate) fn now(&self) -> Instant {
+        self.hedges.now()
+    }
+
+    /// Takes the buffers of sources of decodings from another pool.
+    pub(crate) fn set_source_buffers(&mut self, pool: farpage_fabric::regmem::RegPool) {
+        self.sources = SourceReads::new(pool);
     }
 }

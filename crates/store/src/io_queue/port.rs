@@ -266,14 +266,16 @@ impl<B: Buf> Port<B> {
         self.backlog.remove(at).map(|op| op.buf)
     }
 
-    /// Gives a channel up whose server is silent.
-    pub(super) fn give_up_channel(&mut self, silent: Duration) {
+    /// Gives a channel up whose server is silent. False if that was done before.
+    pub(super) fn give_up_channel(&mut self, silent: Duration) -> bool {
         if let PortState::Open { channel, .. } = &mut self.state
             && !std::mem::replace(&mut self.is_given_up, true)
         {
             channel.give_up(silent);
             self.give_ups += 1;
+            return true;
         }
+        false
     }
 
     /// Asks for a channel if there is none. The next [`recover`](Self::recover) opens the channel.
