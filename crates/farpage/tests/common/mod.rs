@@ -234,7 +234,11 @@ impl ServerProcess {
         capacity_bytes: usize,
         memory_bytes: usize,
     ) -> ServerProcess {
-        Self::start_lending(test, fabric, format!("{capacity_bytes} 60000 0 {memory_bytes}"))
+        Self::start_lending(
+            test,
+            fabric,
+            format!("{capacity_bytes} 60000 0 {memory_bytes}"),
+        )
     }
 
     fn start_lending(test: &str, fabric: Fabric, lends: String) -> ServerProcess {
