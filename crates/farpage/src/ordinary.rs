@@ -100,6 +100,51 @@ impl Arena {
         self.beside().iter().map(|region| region.len()).sum()
     }
 
+    /// Counts allocated pages of which a byte is in `addresses` as used, before the program gets
+    /// access to them. Ordinary memory comes under paging beyond the budget.
+    ///
+    /// # Errors
+    /// As [`begin_paging`](Self::begin_paging). The pages are as before.
+    #[doc(hidden)]
+    pub fn begin_use(&self, addresses: &Range<usize>) -> Result<(), PageError> {
+        let base = self.addresses().start;
+        let pages = (addresses.start - base) / self.page_bytes
+            ..(addresses.end - base).div_ceil(self.page_bytes);
+        let mut ranges = self.ranges();
+        let idle = ranges.idle(&pages);
+        if idle.is_empty() {
+            return Ok(());
+        }
+        ranges.set_idle(&pages, false);
+        match self.room_for(ranges, 0) {
+            // In a child of `fork` all of the inherited memory stays ordinary.
+            Ok(_) | Err(PageError::Forked) => Ok(()),
+            Err(error) => {
+                let mut ranges = self.ranges();
+                idle.iter().for_each(|pages| ranges.set_idle(pages, true));
+                Err(error)
+            }
+        }
+    }
+
+    /// Counts the allocated pages that lie wholly in `addresses` as not used: they hold nothing,
+    /// and the program has no access, or they are ceded.
+    #[doc(hidden)]
+    pub fn end_use(&self, addresses: &Range<usize>) {
+        let base = self.addresses().start;
+        let pages = (addresses.start - base).div_ceil(self.page_bytes)
+            ..(addresses.end - base) / self.page_bytes;
+        if !pages.is_empty() {
+            self.ranges().set_idle(&pages, true);
+        }
+    }
+
+    /// Returns the bytes of allocated pages that are used: to which the program has access.
+    #[doc(hidden)]
+    pub fn used_bytes(&self) -> usize {
+        self.ranges().used_pages() * self.page_bytes
+    }
+
     /// Makes the arena ordinary memory up to `bytes` only. To be called before the budget becomes
     /// smaller, and after it has become larger.
     ///
@@ -156,7 +201,7 @@ impl Arena {
     ) -> Result<MutexGuard<'a, Ranges>, PageError> {
         let most = self.ordinary.most_bytes() / self.page_bytes;
         let more = more + self.beside_bytes().div_ceil(self.page_bytes);
-        while self.is_ordinary() && ranges.allocated_pages + ranges.kept.pages() + more > most {
+        while self.is_ordinary() && ranges.used_pages() + ranges.kept.pages() + more > most {
             let Some((first, pages)) = ranges.kept.pop() else {
                 return self.begin_under(ranges);
             };
@@ -198,7 +243,7 @@ impl Arena {
             ranges = self.ranges();
         }
         self.ordinary.note(Begun {
-            allocated_bytes: ranges.allocated_pages * self.page_bytes,
+            used_bytes: ranges.used_pages() * self.page_bytes,
             took: since.elapsed(),
         });
         Ok(ranges)

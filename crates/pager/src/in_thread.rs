@@ -115,14 +115,12 @@ impl<A: AddressSpace> InThread<A> {
         region.store.expect(page);
         let (mut since, mut looks) = (None, 0);
         loop {
-            // Ordinary memory raises no such signal: the kernel reported faults for a moment, and
-            // refused to report all.
-            if !region.beginning.catches_faults() {
-                return true;
-            }
             let seen = region.words.load(page).state();
             match seen {
                 PageState::Poisoned => return self.is_ceded_since(&region, page, address),
+                // Ordinary memory raises no such signal: the kernel reported faults for a moment,
+                // and refused to report all.
+                _ if !region.beginning.catches_faults() => return true,
                 PageState::Lost => return false,
                 PageState::Resident if self.shared.mapper.is_present(address) => {
                     if !write || self.shared.scatter.unprotect(&region, page) {

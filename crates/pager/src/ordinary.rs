@@ -41,11 +41,12 @@ impl<A: AddressSpace> MappedRegion<A> {
         }
     }
 
-    /// Counts the bytes of ordinary memory in `used` that are there, in kernel pages.
+    /// Counts the bytes of ordinary memory in `used`, whole pages, that are there and not ceded.
     pub fn ordinary_bytes(&self, used: &[Range<usize>]) -> usize {
         let (mut found, mut bytes) = (Vec::new(), 0);
-        for range in used {
-            (self.shared().mapper).present(self.region(), range.clone(), &mut found);
+        let kept = used.iter().flat_map(|range| self.kept(self.whole(range)));
+        for pages in kept {
+            (self.shared().mapper).present(self.region(), self.bytes_of(pages), &mut found);
             bytes += found.iter().map(ExactSizeIterator::len).sum::<usize>();
         }
         bytes
@@ -76,8 +77,7 @@ impl<A: AddressSpace> MappedRegion<A> {
         let (Some(begin), Some(guard)) = (region.beginning.begin(), region.enter()) else {
             return Ok(true);
         };
-        self.catch(&used)?;
-        for &pages in &used {
+        for pages in self.catch(&used)? {
             self.adopt(&guard, pages);
         }
         self.end_adoption();
@@ -85,15 +85,17 @@ impl<A: AddressSpace> MappedRegion<A> {
         Ok(true)
     }
 
-    /// Owns and counts the pages in `used`, gives up all others, and catches faults from then on.
-    pub(crate) fn catch(&self, used: &[PageRange]) -> Result<(), PageError> {
+    /// Owns and counts the pages in `used` that are not ceded, gives up all others, and catches
+    /// faults from then on. Returns the pages that it owns.
+    pub(crate) fn catch(&self, used: &[PageRange]) -> Result<Vec<PageRange>, PageError> {
         let (shared, region) = (self.shared(), self.region());
         let refused = |error| PageError::cannot_begin(region.label(), &error);
         // Now, since a refusal must come before the region has changed; and again once faults are
         // caught, after a stray touch.
         self.drop_all_but(used).map_err(refused)?;
-        self.own_all(used);
-        let bytes = used.iter().map(|pages| pages.len() * self.page_bytes());
+        let owned: Vec<PageRange> = used.iter().flat_map(|&pages| self.kept(pages)).collect();
+        self.own_all(&owned);
+        let bytes = owned.iter().map(|pages| pages.len() * self.page_bytes());
         let bytes = bytes.sum::<usize>() as u64;
         // Before a fault can ask for memory that is there.
         shared.frames.adopt(bytes);
@@ -101,11 +103,22 @@ impl<A: AddressSpace> MappedRegion<A> {
             shared.frames.budget().unmake(bytes);
             // Before threads that wait find pages without an owner.
             region.beginning.refused();
-            self.disown_all(used);
+            self.disown_all(&owned);
             return Err(refused(error));
         }
         let _ = self.drop_all_but(used);
-        Ok(())
+        Ok(owned)
+    }
+
+    /// Returns the parts of `pages` that are not ceded.
+    fn kept(&self, pages: PageRange) -> Vec<PageRange> {
+        let address = self.address();
+        let bytes = self.bytes_of(pages);
+        let kept = (self.shared().mapper).kept(address + bytes.start..address + bytes.end);
+        let offsets = |part: Range<usize>| part.start - address..part.end - address;
+        kept.into_iter()
+            .map(|part| self.whole(&offsets(part)))
+            .collect()
     }
 
     /// Ends the adoption of all pages.

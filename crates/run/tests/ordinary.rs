@@ -69,12 +69,34 @@ fn child_reads_its_copy_while_its_parent_comes_under_paging() {
 }
 
 #[test]
-fn memory_that_is_locked_or_mapped_over_comes_under_paging() {
-    for case in ["locks", "maps-over"] {
-        stats_of(case, "32MiB")
-            .iter()
-            .for_each(|stats| came_under_paging(stats));
+fn memory_that_is_locked_comes_under_paging() {
+    stats_of("locks", "32MiB")
+        .iter()
+        .for_each(|stats| came_under_paging(stats));
+}
+
+/// Files and shared memory at addresses of ordinary memory are the program's own.
+#[test]
+fn memory_that_is_mapped_over_is_ordinary_until_it_exceeds_the_budget() {
+    for stats in stats_of("maps-over-and-fits", "32MiB") {
+        assert!(is_ordinary(&stats), "{stats}");
+        assert_eq!(said(&stats, " that were allocated at once"), 23 * MIB);
     }
+    stats_of("maps-over-and-grows", "32MiB")
+        .iter()
+        .for_each(|stats| came_under_paging(stats));
+}
+
+/// Virtual machines reserve far more addresses than they use.
+#[test]
+fn addresses_without_access_take_nothing_of_the_budget() {
+    for stats in stats_of("reserves-and-fits", "32MiB") {
+        assert!(is_ordinary(&stats), "{stats}");
+        assert_eq!(said(&stats, " that were allocated at once"), 28 * MIB);
+    }
+    stats_of("reserves-and-grows", "32MiB")
+        .iter()
+        .for_each(|stats| came_under_paging(stats));
 }
 
 /// Programs that share a budget come under paging when they have more than their shares.

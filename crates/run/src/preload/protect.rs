@@ -29,6 +29,35 @@ pub(crate) fn set(map: &mut Map, addresses: &Range<usize>, protection: c_int) ->
     }
 }
 
+/// Protects addresses of the arena that hold nothing, as [`set`] does. Without access they are not
+/// used. The error is an `errno`.
+pub(crate) fn set_for(
+    map: &mut Map,
+    state: &State,
+    addresses: &Range<usize>,
+    protection: c_int,
+) -> Result<(), c_int> {
+    if protection != libc::PROT_NONE {
+        begin_use(state, addresses)?;
+    }
+    set(map, addresses, protection)?;
+    if protection == libc::PROT_NONE {
+        state.arena.end_use(addresses);
+    }
+    Ok(())
+}
+
+/// Counts addresses of the arena as used. The error is an `errno`.
+fn begin_use(state: &State, addresses: &Range<usize>) -> Result<(), c_int> {
+    let begun = state.arena.begin_use(addresses);
+    begun.map_err(|error| {
+        say_once(&format!("memory cannot be made accessible: {error}"));
+        libc::ENOMEM
+    })?;
+    state.note_peak();
+    Ok(())
+}
+
 fn change(map: &mut Map, addresses: &Range<usize>, protection: c_int) -> Result<(), c_int> {
     mappings::expect_some();
     protects(addresses, protection)?;
@@ -187,13 +216,18 @@ pub(crate) unsafe extern "C" fn mprotect(
         // SAFETY: the caller's promise.
         None => unsafe { libc::syscall(libc::SYS_mprotect, address, bytes, protection) as c_int },
         Some((_, _, false)) => fail(libc::ENOMEM),
-        Some((_, addresses, true)) => {
+        Some((state, addresses, true)) => {
             let inside = Inside::enter();
             let mut map = mappings::change();
             let mut parts = map.parts(&addresses, |fact| fact.is_ceded).into_iter();
-            let changed = parts.try_for_each(|(part, is_ceded)| match is_ceded {
-                true => protects(&part, protection),
-                false => change(&mut map, &part, protection),
+            let changed = parts.try_for_each(|(part, is_ceded)| {
+                if is_ceded {
+                    return protects(&part, protection);
+                }
+                if protection != libc::PROT_NONE {
+                    begin_use(state, &part)?;
+                }
+                change(&mut map, &part, protection)
             });
             drop((map, inside));
             answer(changed)
@@ -300,7 +334,10 @@ fn advise(map: &Map, state: &State, addresses: &Range<usize>, advice: c_int) -> 
         }
         libc::MADV_DONTNEED | libc::MADV_FREE => {
             // SAFETY: the program gives the contents up.
-            unsafe { discard(map, state, addresses) }
+            unsafe { discard(map, state, addresses) }?;
+            let barred = map.those(addresses, |fact| fact.protection == libc::PROT_NONE);
+            barred.iter().for_each(|part| state.arena.end_use(part));
+            Ok(())
         }
         libc::MADV_DONTNEED_LOCKED => {
             // SAFETY: as above.

@@ -155,7 +155,7 @@ fn lines(runtime: &Runtime, state: Option<&State>) -> Vec<String> {
     if let Some(begun) = state.and_then(|state| state.arena.begun()) {
         lines.push(format!(
             "ordinary up to {}, and under paging from then on, which began within {:.1} ms",
-            size(begun.allocated_bytes as u64 + statics),
+            size(begun.used_bytes as u64 + statics),
             begun.took.as_secs_f64() * 1e3,
         ));
     }

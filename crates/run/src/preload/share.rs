@@ -92,11 +92,11 @@ impl Share {
                 is_made = true;
                 keep_ordinary(state, self.bytes);
             }
-            let allocated = state::get().map_or(0, |state| {
-                state.arena.allocated_bytes() + state.arena.beside_bytes()
+            let used = state::get().map_or(0, |state| {
+                state.arena.used_bytes() + state.arena.beside_bytes()
             }) as u64;
             // A quarter more, so that growth by small steps needs few messages.
-            let now = (allocated + allocated / 4).next_multiple_of(1 << 20);
+            let now = (used + used / 4).next_multiple_of(1 << 20);
             if now > wants || now < wants / 2 {
                 wants = now;
                 if self.say(WANTS, wants).is_err() {

@@ -183,7 +183,8 @@ static void locks(void) {
     munlock(p, 64 * K);
 }
 
-static void maps_over(void) {
+/* Mappings of others lie in ordinary memory, and stay when it comes under paging. */
+static void maps_over(size_t more) {
     char *p = mmap(NULL, 8 * M, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     fill(p, 8 * M, 1, 3);
     char *made = mmap(p + M, M, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
@@ -193,10 +194,62 @@ static void maps_over(void) {
     memset(made, 5, M);
     check(p, M, 1, 3, "what lies before");
     check(p + 2 * M, 6 * M, 1, 2 * M * 31 + 3, "what lies behind");
-    munmap(p, 8 * M);
-    char *q = get(28 * M);
-    fill(q, 28 * M, 1, 4);
-    check(q, 28 * M, 1, 4, "what came");
+    char *q = get(more);
+    fill(q, more, 1, 4);
+    check(p, M, 1, 3, "what lies before");
+    check(p + 2 * M, 6 * M, 1, 2 * M * 31 + 3, "what lies behind");
+    for (size_t i = 0; i < M; i++) {
+        if (made[i] != 5) {
+            fail("a mapping of others");
+        }
+    }
+    munmap(p + M / 2, 8 * M - M / 2);
+    check(q, more, 1, 4, "what came");
+    check(p, M / 2, 1, 3, "what is left");
+}
+
+static void maps_over_and_fits(void) {
+    maps_over(16 * M);
+}
+
+static void maps_over_and_grows(void) {
+    maps_over(28 * M);
+}
+
+/* Addresses are reserved, and become memory part by part. */
+static void reserves(size_t more) {
+    char *p = mmap(NULL, 96 * M, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    for (int round = 0; round < 4; round++) {
+        /* Each part takes the place of the one before. */
+        char *part = p + round * 20 * M;
+        if (mprotect(part, 20 * M, PROT_READ | PROT_WRITE) != 0) {
+            fail("access");
+        }
+        fill(part, 20 * M, 1, 5);
+        check(part, 20 * M, 1, 5, "what was reserved");
+        if (round % 2 == 0) {
+            mmap(part, 20 * M, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+        } else {
+            mprotect(part, 20 * M, PROT_NONE);
+            madvise(part, 20 * M, MADV_DONTNEED);
+        }
+    }
+    mprotect(p, more, PROT_READ | PROT_WRITE);
+    fill(p, more, 1, 6);
+    check(p, more, 1, 6, "what was reserved last");
+    munmap(p, 96 * M);
+    /* What takes their place counts. */
+    char *q = get(24 * M);
+    fill(q, 24 * M, 1, 7);
+    check(q, 24 * M, 1, 7, "what came");
+}
+
+static void reserves_and_fits(void) {
+    reserves(28 * M);
+}
+
+static void reserves_and_grows(void) {
+    reserves(40 * M);
 }
 
 static ucontext_t back, there;
@@ -226,7 +279,9 @@ static void coroutine(void) {
 int main(int count, char **arguments) {
     struct { const char *name; void (*run)(void); } cases[] = {
         {"fits", fits}, {"grows", grows}, {"starts", starts}, {"child", child},
-        {"locks", locks}, {"maps-over", maps_over}, {"coroutine", coroutine},
+        {"locks", locks}, {"coroutine", coroutine},
+        {"maps-over-and-fits", maps_over_and_fits}, {"maps-over-and-grows", maps_over_and_grows},
+        {"reserves-and-fits", reserves_and_fits}, {"reserves-and-grows", reserves_and_grows},
     };
     for (size_t at = 0; count == 2 && at < sizeof cases / sizeof *cases; at++) {
         if (strcmp(arguments[1], cases[at].name) == 0) {
