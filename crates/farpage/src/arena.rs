@@ -267,11 +267,13 @@ impl Arena {
         let mut ranges = self.ranges();
         let pages = ranges.allocated.remove(&first);
         let pages = pages.unwrap_or_else(|| panic!("no allocation begins at {allocation:p}"));
+        let has_idle = !ranges.idle(&(first..first + pages)).is_empty();
         ranges.forget(first..first + pages);
         let (mut outcome, mut freed) = (Ok(()), Some((first, pages)));
         // Memory that the kernel may still read must not be written by a next owner.
         let bytes = first * self.page_bytes..(first + pages) * self.page_bytes;
-        if self.region.is_zero_copy(bytes) {
+        // Memory without access is not for a next owner, and does not count.
+        if has_idle || self.region.is_zero_copy(bytes) {
             return self.free_under(ranges, first..first + pages);
         }
         while let Some((first, pages)) = ranges.kept.put(freed.take()) {
@@ -429,10 +431,8 @@ impl Arena {
                 return false;
             }
             if ranges.take_inside(pages.clone()) {
-                let Ok(mut ranges) = self.admit(ranges, pages.start, pages.len()) else {
-                    return false;
-                };
                 self.allocated(&mut ranges, pages.start, pages.len());
+                ranges.set_idle(&pages, true);
                 return true;
             }
             let Some((first, count)) = ranges.kept.pop() else {
@@ -477,12 +477,9 @@ impl Arena {
     /// If no page of the arena begins at `address`.
     #[doc(hidden)]
     pub fn cede_with_bytes(&self, address: usize) -> Result<(), PageError> {
-        let page = address..address + self.page_bytes;
-        let bytes = self.whole_bytes(&page);
+        let bytes = self.whole_bytes(&(address..address + self.page_bytes));
         let mapped = &self.region.mapped;
-        mapped.with(|mapped| mapped.cede_with_bytes(bytes.start))?;
-        self.end_use(&page);
-        Ok(())
+        mapped.with(|mapped| mapped.cede_with_bytes(bytes.start))
     }
 
     /// Takes ceded pages back into paging. They are zeros.
@@ -497,8 +494,11 @@ impl Arena {
     /// Nobody uses what is mapped there.
     #[doc(hidden)]
     pub unsafe fn regain(&self, addresses: Range<usize>) -> Result<(), PageError> {
+        let pages = self.whole_pages(&addresses);
         let bytes = self.whole_bytes(&addresses);
-        self.region.mapped.with(|mapped| mapped.regain(bytes))
+        self.region.mapped.with(|mapped| mapped.regain(bytes))?;
+        self.ranges().set_idle(&pages, false);
+        Ok(())
     }
 
     /// Frees the pages that lie wholly in `addresses`, whichever allocations they belong to, as

@@ -145,6 +145,15 @@ impl Ranges {
         self.allocated_pages - self.idle_pages
     }
 
+    /// Returns the ranges of allocated pages that may need memory, ascending.
+    pub(crate) fn used(&self) -> impl Iterator<Item = Range<usize>> {
+        let allocated = self.allocated.iter();
+        allocated.flat_map(|(&first, &pages)| {
+            let is_used = |is_idle: bool| !is_idle;
+            self.idle.those(&(first..first + pages), is_used)
+        })
+    }
+
     /// Returns the parts of allocated `pages` that need no memory.
     pub(crate) fn idle(&self, pages: &Range<usize>) -> Vec<Range<usize>> {
         self.idle.those(pages, |is_idle| is_idle)

@@ -1,8 +1,9 @@
 //! Addresses that leave paging for a while: [`MappedRegion::cede`] and [`MappedRegion::regain`].
 //!
 //! A program maps files, code or shared memory over a part of its region. The pages there are ceded
-//! first: memory of the kernel's own takes their place, and their words say `Poisoned`, as those of
-//! addresses that the program has unmapped. So no page is filled, taken out or counted there.
+//! first: memory of the kernel's own takes their place, or ordinary memory stays, and their words
+//! say `Poisoned`, as those of addresses that the program has unmapped. So no page is filled, taken
+//! out or counted there.
 //!
 //! The rule: a page is owned from the moment that its bytes are final until its addresses are
 //! ceded. A thread that touches the page meanwhile sleeps, and meets the memory that lies there
@@ -281,7 +282,7 @@ impl<A: AddressSpace> MappedRegion<A> {
 
     /// Publishes owned pages whose addresses are ceded, and wakes the threads that sleep there.
     fn publish_ceded(&self, region: &RegionGuard, pages: PageRange) {
-        region.count_ceded();
+        region.count_released();
         for page in pages {
             region.words.apply(page, |w| (protocol::poisoned(w), ()));
         }

@@ -290,12 +290,14 @@ pub(crate) unsafe fn map_plain(
     addresses: &Range<usize>,
     protection: c_int,
 ) -> Result<(), c_int> {
+    // A refusal comes before anything is given up.
+    protect::begin_use(state, addresses, protection)?;
     for (part, is_ceded) in map.parts(addresses, |fact| fact.is_ceded) {
         if !is_ceded {
             locks::unlock(map, state, &part);
             // SAFETY: the program gives the contents up.
             unsafe { protect::discard(map, state, &part) }.map_err(|_| libc::ENOMEM)?;
-            protect::set_for(map, state, &part, protection).map_err(|_| libc::ENOMEM)?;
+            protect::set_empty(map, state, &part, protection).map_err(|_| libc::ENOMEM)?;
             continue;
         }
         let whole = state.whole_pages_of(&part);
@@ -310,7 +312,7 @@ pub(crate) unsafe fn map_plain(
             if !unsafe { foreign::regain(map, state, &whole) } {
                 return Err(libc::ENOMEM);
             }
-            protect::set_for(map, state, &whole, protection).map_err(|_| libc::ENOMEM)?;
+            protect::set_empty(map, state, &whole, protection).map_err(|_| libc::ENOMEM)?;
         }
     }
     Ok(())

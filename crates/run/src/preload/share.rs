@@ -45,7 +45,7 @@ impl Share {
     }
 
     /// Waits for the first share, keeps the runtime to it, and asks for as much as the program
-    /// allocates. `is_programs`: the connection is in the program's table, of which a child made by
+    /// uses. `is_programs`: the connection is in the program's table, of which a child made by
     /// `fork` gets a copy.
     pub(crate) fn keep(mut self, runtime: Runtime, is_programs: bool) -> Result<(), String> {
         if is_programs {

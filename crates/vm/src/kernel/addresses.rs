@@ -173,14 +173,16 @@ pub(super) fn regain(
     if !geometry.ordinary {
         register(shards, address, geometry, mode, addresses)?;
     }
-    // 3. Paging: the shards bring pages in there again.
-    for shard in shards {
-        shard.fence.forget(addresses);
-    }
+    // 3. Access. The program has none to the addresses before this function returns.
     let read_only = geometry.read_only;
     let write = if read_only { 0 } else { libc::PROT_WRITE };
     // SAFETY: the region's addresses, of which no page is there.
-    Ok(unsafe { sys::protect(start, len, libc::PROT_READ | write) }?)
+    unsafe { sys::protect(start, len, libc::PROT_READ | write) }?;
+    // 4. Paging, which cannot fail: the shards bring pages in there again.
+    for shard in shards {
+        shard.fence.forget(addresses);
+    }
+    Ok(())
 }
 
 /// Waits until all that was unmapped before this call is known to all shards.

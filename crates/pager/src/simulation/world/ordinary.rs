@@ -10,7 +10,7 @@ fn begin_paging(world: &mut World, used: &[PageRange]) {
     let region = world.region();
     let begin = region.beginning.begin().expect("it is ordinary memory");
     let guard = region.enter().expect("the region is not closing");
-    let mut rest = (world.mapped().catch(used)).expect("the space does not refuse");
+    let mut rest = (world.mapped().catch(used, &[])).expect("the space does not refuse");
     while let Some(pages) = rest.first_mut() {
         for _ in 0..world.below(40) {
             world.step();
@@ -106,7 +106,7 @@ fn region_stays_ordinary_where_its_faults_cannot_be_caught() {
     world.shadow[0] = 5;
     world.space.refuse_installs(Some(0..1));
     let bytes = 0..2 * world.page_bytes;
-    let refused = world.mapped().begin_paging(slice::from_ref(&bytes));
+    let refused = world.mapped().begin_paging(slice::from_ref(&bytes), &[]);
     assert!(refused.is_err() && world.mapped().is_ordinary());
     assert!(!world.mapped().region().beginning.catches_faults());
     let budget = world.mapped().pager().shared().frames.budget();
@@ -121,7 +121,7 @@ fn region_stays_ordinary_where_its_faults_cannot_be_caught() {
     assert!(
         world
             .mapped()
-            .begin_paging(&[bytes])
+            .begin_paging(&[bytes], &[])
             .expect("nothing refuses")
     );
     assert_eq!(world.mapped().resident_pages(), 2);
