@@ -45,7 +45,7 @@ impl Share {
     }
 
     /// Waits for the first share, keeps the runtime to it, and asks for as much as the program
-    /// allocates. `is_programs`: the connection is in the program's table, of which a child made by
+    /// uses. `is_programs`: the connection is in the program's table, of which a child made by
     /// `fork` gets a copy.
     pub(crate) fn keep(mut self, runtime: Runtime, is_programs: bool) -> Result<(), String> {
         if is_programs {
@@ -92,11 +92,11 @@ impl Share {
                 is_made = true;
                 keep_ordinary(state, self.bytes);
             }
-            let allocated = state::get().map_or(0, |state| {
-                state.arena.allocated_bytes() + state.arena.beside_bytes()
+            let used = state::get().map_or(0, |state| {
+                state.arena.used_bytes() + state.arena.beside_bytes()
             }) as u64;
             // A quarter more, so that growth by small steps needs few messages.
-            let now = (allocated + allocated / 4).next_multiple_of(1 << 20);
+            let now = (used + used / 4).next_multiple_of(1 << 20);
             if now > wants || now < wants / 2 {
                 wants = now;
                 if self.say(WANTS, wants).is_err() {
