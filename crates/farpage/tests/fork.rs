@@ -1,7 +1,7 @@
 //! Processes made by `fork` have private copies of all regions.
 //!
-//! The rule it keeps: a child does nothing but read and write arrays, make system calls, and end.
-//! Other threads of the parent may hold any lock at the fork.
+//! The rule it keeps: a child does nothing but read and write arrays, make system calls, build a
+//! runtime of its own, and end. Other threads of the parent may hold any lock at the fork.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests panic")]
 
@@ -23,7 +23,7 @@ use common::{
     },
     over_fabrics,
 };
-use farpage::{Advice, Codec, FaultMode, RegionOptions, RemoteArray, Runtime};
+use farpage::{Advice, Codec, CreateError, FaultMode, RegionOptions, RemoteArray, Runtime};
 use farpage_testkit::{KIB, MIB, Relay, Rng, say, seed, wait_until};
 use nix::{
     sys::{
@@ -384,6 +384,36 @@ fn a_child_that_locks_its_memory_lives_on() {
             i32::from(!is_right)
         });
         must_pass(child);
+    });
+}
+
+/// The arrays of a child's own runtime are apart from its copies of its parent's. The copy of its
+/// parent's runtime makes no more arrays.
+#[test]
+fn a_child_builds_a_runtime_of_its_own_beside_what_it_has_inherited() {
+    let Some(_watchdog) = begin(120) else { return };
+    let words = 4 * MIB / 8;
+    each(words, RegionOptions::new, |runtime, mut array| {
+        fill(&mut array, 1);
+        must_pass(start(|| {
+            let refused = runtime.array::<u64>(words);
+            if !matches!(refused, Err(CreateError::Forked)) {
+                return 2;
+            }
+            let own = runtime.of_child().unwrap();
+            let mut more = own.array::<u64>(words).unwrap();
+            fill(&mut more, 2);
+            let is_right = || wrong(&array, 1) == 0 && wrong(&more, 2) == 0;
+            let status = holds_here_and_in_own_child(is_right);
+            fill(&mut array, 3);
+            if wrong(&array, 3) > 0 || wrong(&more, 2) > 0 {
+                return 3;
+            }
+            drop(more);
+            drop(own);
+            status
+        }));
+        assert_eq!(wrong(&array, 1), 0);
     });
 }
 

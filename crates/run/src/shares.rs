@@ -1,12 +1,15 @@
 //! The budget of several programs at once: [`Shares`].
 //!
 //! Each interposed program connects. When it allocates, it reports how much it would use, and
-//! receives its share. A program that wants little keeps little; the rest is divided evenly. When
-//! programs come and go, or want more, shares change.
+//! receives its share. A program that wants little gets that; the rest is divided evenly, and so is
+//! what nobody wants. When programs come and go, or want more, shares change.
 //!
 //! The rule: the shares never exceed the budget together. A share counts at its old size until its
 //! program reports that it has shrunk to the smaller one, or has ended. Other programs get only the
 //! remainder.
+//!
+//! A program that has the whole budget need not report. It counts as one that wants all of it until
+//! it has been told a smaller share and reports again, which it does before it keeps to that share.
 //!
 //! The wire, on a socket of this machine: a program sends how much it wants and how much it has at
 //! most, and receives its share, each as a number of 8 bytes behind a byte for its kind. A share of
@@ -26,6 +29,9 @@ use anyhow::{Context, Result};
 /// Smallest share of a program: a runtime works with a few pages of any size.
 pub(crate) const LEAST_BYTES: u64 = 4 << 20;
 
+/// Part of the budget by whose multiples shares exceed what programs want.
+const STEPS: u64 = 16;
+
 /// Message of a program: bytes that it would use.
 const WANTS: u8 = 1;
 /// Message of a program: the most bytes that it has.
@@ -39,6 +45,8 @@ struct Ledger {
     budget: u64,
     programs: BTreeMap<u64, Program>,
     next: u64,
+    /// True once no program is let in any more.
+    is_closed: bool,
 }
 
 struct Program {
@@ -79,6 +87,13 @@ impl Shares {
         Ok(shares)
     }
 
+    /// True if all programs that had a share have ended. No other is let in from then on.
+    pub(crate) fn are_over(&self) -> bool {
+        let mut ledger = lock(&self.ledger);
+        ledger.is_closed |= ledger.programs.is_empty();
+        ledger.is_closed
+    }
+
     /// Returns the bytes that all programs may have together.
     #[cfg(test)]
     fn held(&self) -> u64 {
@@ -105,16 +120,26 @@ fn serve(mut stream: UnixStream, ledger: &Mutex<Ledger>) {
     if read(&mut stream).is_none() {
         return;
     }
-    let Some(number) = lock(ledger).add(writer) else {
+    let number = {
+        let mut ledger = lock(ledger);
+        if ledger.is_closed {
+            return;
+        }
+        ledger.add(writer)
+    };
+    let Some(number) = number else {
         let _ = stream.write_all(&message(SHARE, 0));
         return;
     };
     while let Some((kind, bytes)) = read(&mut stream) {
         let mut ledger = lock(ledger);
+        let budget = ledger.budget;
         let Some(program) = ledger.programs.get_mut(&number) else {
             break;
         };
         match kind {
+            // Sent before the program was told that it has all.
+            WANTS if program.share == budget => {}
             WANTS => program.wants = bytes,
             // The share may have changed meanwhile.
             HAS if bytes <= program.share => program.has = program.share,
@@ -182,6 +207,9 @@ impl Ledger {
                 program.has = program.has.max(share);
                 program.tell(share);
             }
+            if program.share == self.budget {
+                program.wants = self.budget;
+            }
         }
         debug_assert!(self.held() <= self.budget, "more is given than there is");
     }
@@ -198,6 +226,7 @@ impl Program {
 }
 
 /// Divides `budget`. Programs that want less than an even part get that, the others even parts.
+/// The rest, which nobody wants, is divided evenly, in steps: few shares change with each wish.
 fn fair(budget: u64, wants: Vec<u64>) -> Vec<u64> {
     let mut order: Vec<usize> = (0..wants.len()).collect();
     order.sort_by_key(|&at| wants[at]);
@@ -207,6 +236,14 @@ fn fair(budget: u64, wants: Vec<u64>) -> Vec<u64> {
         shares[at] = wants[at].max(LEAST_BYTES).min(even);
         left -= shares[at];
     }
+    let part = match shares.len() as u64 {
+        1 => left,
+        programs => {
+            let step = (budget / STEPS).max(1);
+            left / programs.max(1) / step * step
+        }
+    };
+    shares.iter_mut().for_each(|share| *share += part);
     shares
 }
 
@@ -215,6 +252,15 @@ mod tests {
     use super::*;
 
     const MIB: u64 = 1 << 20;
+
+    #[test]
+    fn what_nobody_wants_is_divided_too() {
+        assert_eq!(fair(100 * MIB, vec![0]), [100 * MIB]);
+        assert_eq!(
+            fair(160 * MIB, vec![0, 20 * MIB]),
+            [4 * MIB + 60 * MIB, 20 * MIB + 60 * MIB]
+        );
+    }
 
     #[test]
     fn who_wants_little_keeps_little_and_the_rest_is_divided_evenly() {
@@ -309,6 +355,34 @@ mod tests {
     }
 
     #[test]
+    fn a_program_that_has_the_whole_budget_keeps_all_that_a_new_one_does_not_need() {
+        let mut ledger = Ledger {
+            budget: 64 * MIB,
+            ..Ledger::default()
+        };
+        let first = ledger.add(None).expect("there is room for one");
+        let second = ledger.add(None).expect("there is room for two");
+        assert_eq!(ledger.programs[&first].share, 60 * MIB);
+        let program = ledger.programs.get_mut(&first).expect("it is there");
+        (program.wants, program.has) = (8 * MIB, 60 * MIB);
+        ledger.settle();
+        assert_eq!(ledger.programs[&second].share, LEAST_BYTES);
+        assert_eq!(ledger.programs[&first].share, (8 + 24) * MIB);
+    }
+
+    #[test]
+    fn no_program_is_let_in_after_the_last_one() {
+        let folder = tempfile::tempdir().expect("there is room for a folder");
+        let socket = folder.path().join("shares");
+        let shares = Shares::start(&socket, 10 * MIB).expect("the socket is free");
+        assert!(shares.are_over());
+        let mut late = UnixStream::connect(&socket).expect("somebody listens");
+        late.write_all(&message(WANTS, 0)).expect("sent");
+        assert_eq!(read(&mut late), None);
+        assert!(shares.are_over());
+    }
+
+    #[test]
     fn a_program_that_ends_leaves_its_share_to_others() {
         let folder = tempfile::tempdir().expect("there is room for a folder");
         let socket = folder.path().join("shares");
@@ -320,9 +394,8 @@ mod tests {
         };
         let share = |stream: &mut UnixStream| read(stream).expect("a share").1;
         let mut first = connect();
-        assert_eq!(share(&mut first), LEAST_BYTES);
-        first.write_all(&message(WANTS, 50 * MIB)).expect("sent");
         assert_eq!(share(&mut first), 10 * MIB);
+        first.write_all(&message(WANTS, 50 * MIB)).expect("sent");
         // The second waits until the first gives something back.
         let mut second = connect();
         assert_eq!(share(&mut first), 6 * MIB);

@@ -181,6 +181,8 @@ extern "C" fn in_parent() {
 }
 
 extern "C" fn in_child() {
+    // SAFETY: handlers of `fork` that were registered before this one start no thread.
+    unsafe { child::begin() };
     end(true);
 }
 

@@ -8,11 +8,10 @@ use std::{
     collections::BTreeMap,
     ops::Range,
     process,
-    sync::{
-        Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicU64, Ordering},
-    },
+    sync::atomic::{AtomicU64, Ordering},
 };
+
+use farpage_signals::{Mutex, MutexGuard};
 
 /// Returns a number for a new space.
 pub(crate) fn next_space() -> u64 {
@@ -29,12 +28,20 @@ struct OccupiedRegion {
     live: bool,
 }
 
-/// Process and its regions by first address. The lock is the standard library's: it never allocates
-/// when contended, and is taken in a signal handler.
+/// Process and its regions by first address. The lock is taken in a signal handler, too.
 static REGIONS: Mutex<(u32, BTreeMap<usize, OccupiedRegion>)> = Mutex::new((0, BTreeMap::new()));
 
+/// Begins a child made by `fork`: a thread that only its parent has may have locked the regions.
+///
+/// # Safety
+/// The calling thread is the only one of this process, and outside of this module.
+pub(crate) unsafe fn begin_child() {
+    // SAFETY: the caller's promise.
+    unsafe { REGIONS.renew((0, BTreeMap::new())) };
+}
+
 fn regions() -> MutexGuard<'static, (u32, BTreeMap<usize, OccupiedRegion>)> {
-    let mut regions = REGIONS.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut regions = REGIONS.lock();
     // A child made by `fork` does not have its parent's regions.
     let process = process::id();
     if regions.0 != process {
@@ -93,6 +100,27 @@ pub(crate) fn of_space(space: u64, addresses: &Range<usize>) -> Vec<Range<usize>
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_child_made_while_regions_are_locked_has_regions_of_its_own() {
+        let space = next_space();
+        let locked = regions();
+        // SAFETY: the child takes a lock and ends.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            // SAFETY: the only thread. The alarm ends a child that waits for ever.
+            unsafe {
+                libc::alarm(20);
+                begin_child();
+                libc::_exit(i32::from(!occupy(&(1 << 60..2 << 60), space, false)));
+            }
+        }
+        drop(locked);
+        let mut status = -1;
+        // SAFETY: there is room for the status.
+        assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+        assert_eq!(status, 0, "the child ended otherwise");
+    }
 
     #[test]
     fn regions_have_no_address_in_common() {

@@ -93,6 +93,18 @@ pub(super) fn disown(_owner: &TableGuard) {
     LOOKING.iter().for_each(|looking| looking.store(0, SeqCst));
 }
 
+/// Begins a child made by `fork`: a thread that only its parent has may have locked the table.
+///
+/// # Safety
+/// The calling thread is the only one of this process, and outside of this module.
+pub(crate) unsafe fn begin_child() {
+    if OWNER.try_lock().is_none() {
+        // Of another process than this one.
+        // SAFETY: the caller's promise.
+        unsafe { OWNER.renew(Some(0)) };
+    }
+}
+
 /// Finds the entry that an address belongs to, and counts it as being served.
 pub(super) fn find(address: usize) -> Option<ServingGuard> {
     let looking = Looking::begin();
