@@ -58,13 +58,15 @@ impl Runtime {
     }
 
     /// Builds a runtime with the options of this one, which a parent has: for memory that a child
-    /// made by `fork` gets by itself.
+    /// made by `fork` gets by itself. Filler threads serve its faults, whatever serves the parent's:
+    /// they need no descriptors in the program's table, where other threads of the child may just
+    /// make some. See [`Builder::starts_late`](crate::Builder::starts_late).
     ///
     /// # Errors
     /// See [`BuildError`].
     #[doc(hidden)]
-    pub fn of_child(&self) -> Result<Runtime, BuildError> {
-        let setup = self.setup.for_child();
+    pub fn of_child(&self, starts_late: bool) -> Result<Runtime, BuildError> {
+        let setup = self.setup.for_child(starts_late);
         Ok(Runtime::new(setup.start()?, setup))
     }
 

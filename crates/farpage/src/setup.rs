@@ -25,10 +25,14 @@ pub(crate) struct Setup {
 }
 
 impl Setup {
-    /// Returns the options for a runtime of this process, a child made by `fork`.
-    pub(crate) fn for_child(&self) -> Setup {
+    /// Returns the options for a runtime of this process, a child made by `fork`. Fillers serve its
+    /// faults. See [`Builder::starts_late`](crate::Builder::starts_late).
+    pub(crate) fn for_child(&self, starts_late: bool) -> Setup {
         let mut setup = self.clone();
         setup.session.client = client_name();
+        setup.space.in_thread = false;
+        setup.pager.in_thread = 0;
+        setup.pager.starts_late = starts_late;
         setup
     }
 

@@ -400,7 +400,7 @@ fn a_child_builds_a_runtime_of_its_own_beside_what_it_has_inherited() {
             if !matches!(refused, Err(CreateError::Forked)) {
                 return 2;
             }
-            let own = runtime.of_child().unwrap();
+            let own = runtime.of_child(false).unwrap();
             let mut more = own.array::<u64>(words).unwrap();
             fill(&mut more, 2);
             let is_right = || wrong(&array, 1) == 0 && wrong(&more, 2) == 0;

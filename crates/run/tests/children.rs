@@ -8,25 +8,36 @@
 
 mod common;
 
-use std::time::Duration;
+use std::{process::Command, time::Duration};
 
-use common::{GCC, MIB, can_run, compile, farpage, farpage_as, modes};
+use common::{AT_ONCE, GCC, MIB, can_run, compile, farpage, farpage_as, modes, output};
+use farpage_bench_limits::cgroup::{Cgroup, Parent, SwapUse};
 use farpage_memserver::{RunningServer, Server};
-use farpage_testkit::{tcp, text, wait_until};
+use farpage_testkit::{tcp, test_name, text, wait_until};
 
 const PYTHON: &str = "/usr/bin/python3";
 
-/// Runs a case of `own.c` in both modes with `budget` and more `options`. The case must succeed,
-/// and `lines` be what farpage says.
+/// Runs a case of `own.c` in both modes with `budget` and more `options`, under paging from the
+/// beginning. The case must succeed, and `lines` be what farpage says.
 fn run(case: &str, budget: &str, options: &[&str], lines: &[&str]) {
+    run_in(
+        modes(),
+        case,
+        &[&["--budget", budget, AT_ONCE], options].concat(),
+        lines,
+    );
+}
+
+/// Runs a case of `own.c` in some `modes`.
+fn run_in(modes: &[&[&str]], case: &str, options: &[&str], lines: &[&str]) {
     if !can_run(&[GCC]) {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
     let program = compile(folder.path(), "children/own", &["-pthread"]).unwrap();
-    for &mode in modes() {
-        let options = [&["--budget", budget], options, mode].concat();
-        let ours = farpage(&options, &[program.to_str().unwrap(), case]);
+    for &mode in modes {
+        let options = [options, mode].concat();
+        let ours = farpage_as("16KiB", &options, &[program.to_str().unwrap(), case]);
         let (printed, said) = (text(&ours.stdout), text(&ours.stderr));
         assert_eq!(printed, "done\n", "{mode:?} {} {said}", ours.status);
         assert_eq!(said.lines().count(), lines.len(), "{mode:?} {said}");
@@ -126,25 +137,91 @@ fn a_child_by_a_call_without_handlers_allocates_locally_and_says_so() {
     run("raw", "8MiB", &[], &["runs no handlers of fork"]);
 }
 
-/// Servers of one program end its leases by its goodbye alone, as they may be far away.
-fn server() -> RunningServer {
-    let forever = Duration::from_secs(600);
+/// A server with leases that end by goodbyes alone, or `grace` after a connection has ended.
+fn server(grace: Duration) -> RunningServer {
     Server::builder()
         .listen(tcp())
-        .capacity(192 * MIB)
-        .lease(forever)
-        .reconnect_grace(forever)
+        .capacity(512 * MIB)
+        .lease(FOR_EVER)
+        .reconnect_grace(grace)
         .start()
         .unwrap()
 }
 
+/// Longer than a test.
+const FOR_EVER: Duration = Duration::from_secs(600);
+
 /// Twenty times a child's memory is far more than the server has.
 #[test]
 fn children_in_turn_leave_no_remote_memory_behind() {
-    let server = server();
+    let server = server(FOR_EVER);
     let url = server.endpoints()[0].to_string();
     run("in-turn", "8MiB", &["--server", &url], &[]);
     wait_until("all memory is back", || server.stat().granted_bytes == 0);
+}
+
+#[test]
+fn a_child_that_is_killed_leaves_its_share_and_no_remote_memory_behind() {
+    let server = server(Duration::from_millis(100));
+    let url = server.endpoints()[0].to_string();
+    run("killed", "8MiB", &["--server", &url], &[]);
+    wait_until("all memory is back", || server.stat().granted_bytes == 0);
+}
+
+#[test]
+fn a_child_that_becomes_a_program_leaves_its_share_to_its_parent() {
+    run("becomes", "8MiB", &[], &[]);
+}
+
+/// In-thread, addresses of children are reserved, and not refused.
+#[test]
+fn a_child_whose_arena_is_refused_leaves_its_share_to_its_parent() {
+    let options = ["--budget", "8MiB", AT_ONCE];
+    run_in(&modes()[..1], "refused", &options, &["allocates is local"]);
+}
+
+#[test]
+fn threads_of_a_child_open_and_close_files_while_it_makes_its_arena() {
+    run("among-openers", "8MiB", &[], &[]);
+}
+
+#[test]
+fn memory_of_a_child_is_ordinary_while_it_fits() {
+    run_in(modes(), "ordinary", &["--budget", "64MiB"], &[]);
+}
+
+/// Both use 192 MiB. Beside the budget, the cgroup has room for the launcher, for what the two
+/// processes have without farpage, and for page tables.
+#[test]
+fn parent_and_child_keep_to_the_budget_in_a_cgroup_that_enforces_it() {
+    if !can_run(&[GCC]) {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let program = compile(folder.path(), "children/own", &["-pthread"]).unwrap();
+    for &mode in modes() {
+        let cgroup = Parent::find().and_then(|parent| {
+            Cgroup::remove_leftovers(&parent)?;
+            Cgroup::set_up(&parent, (32 + 48) * MIB, SwapUse::Never)
+        });
+        let cgroup = match cgroup {
+            Ok(cgroup) => cgroup,
+            Err(why) => return eprintln!("SKIPPED: {}: {why:#}", test_name()),
+        };
+        // Outside, as its memory is not the program's.
+        let server = server(FOR_EVER);
+        let url = server.endpoints()[0].to_string();
+        let [shell, words @ ..] = cgroup.words();
+        let mut ours = Command::new(shell);
+        ours.args(words).arg(env!("CARGO_BIN_EXE_farpage"));
+        ours.args(["run", "--budget", "32MiB", "--server", &url]);
+        ours.args(mode).arg("--").arg(&program).arg("both");
+        let ours = output(&mut ours);
+        let (peak, kills) = cgroup.peak_and_kills().unwrap();
+        let (printed, said) = (text(&ours.stdout), text(&ours.stderr));
+        assert_eq!((printed.as_str(), kills), ("done\n", 0), "{mode:?} {said}");
+        println!("{mode:?}: {} MiB at most", peak / MIB);
+    }
 }
 
 /// Private memory of all processes together, at any moment: the budget, and what python has. The
@@ -187,31 +264,5 @@ print('done', max(sums))
         let most: u64 = most.unwrap().parse().unwrap();
         // Each process has 10 MiB of its own at most.
         assert!(most < 48 + 4 * 10, "{mode:?} {printed} {said}");
-    }
-}
-
-/// Memory stays ordinary as long as it fits the share of a child.
-#[test]
-fn a_child_computes_in_ordinary_memory_beside_its_parent() {
-    if !can_run(&[PYTHON]) {
-        return;
-    }
-    let script = r"
-import os
-M = 1 << 20
-block = bytearray(40 * M)
-child = os.fork()
-if child == 0:
-    own = [bytearray(2 * M) for _ in range(60)]
-    for at, part in enumerate(own): part[at * 4096] = at + 1
-    os._exit(0 if all(part[at * 4096] == at + 1 for at, part in enumerate(own)) else 1)
-print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), block[5])
-";
-    for &mode in modes() {
-        let options = [&["--budget", "64MiB", "--min-bytes", "1MiB"], mode].concat();
-        let ours = farpage_as("16KiB", &options, &[PYTHON, "-c", script]);
-        let (printed, said) = (text(&ours.stdout), text(&ours.stderr));
-        assert_eq!(printed, "0 0\n", "{mode:?} {said}");
-        assert_eq!(said, "", "{mode:?}");
     }
 }

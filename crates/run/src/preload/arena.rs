@@ -20,7 +20,7 @@ use farpage_vm::sigbus::on_stock_stack;
 
 use crate::{
     Inside, code,
-    descriptors::{Window, unplug},
+    descriptors::Window,
     destructors, environment,
     environment::{PREFIX, variable},
     exec, family, filter, guesses, is_starting, limits, local, mixed, next, process, report, say,
@@ -269,23 +269,13 @@ fn start(min_bytes: usize) -> Result<Plan, String> {
     table.run(|| build(None, Some(table.clone()), None))
 }
 
-/// Starts the runtime of a child made by `fork` as its `parents` was started.
+/// Starts the runtime of a child made by `fork` as its `parents` was started, on a table of
+/// descriptors that the program cannot reach, in both fault modes. Numbers in the program's table
+/// could only be set apart while no other thread makes descriptors.
 fn start_in_child(parents: &Runtime) -> Result<Plan, String> {
     let addresses_before = limits::addresses_of_program();
-    let plan = match signals::are_ours() {
-        true => {
-            unplug();
-            let window = window()?;
-            let built = build(Some(parents), None, Some(&window));
-            // Also where nothing is built: the program could not close a descriptor there.
-            window.plug(0);
-            built
-        }
-        false => {
-            let table = Table::private().map_err(|error| error.to_string())?;
-            table.run(|| build(Some(parents), Some(table.clone()), None))
-        }
-    }?;
+    let table = Table::private().map_err(|error| error.to_string())?;
+    let plan = table.run(|| build(Some(parents), Some(table.clone()), None))?;
     let threads_to_come = plan.runtime.threads_to_come();
     limits::begin(addresses_before, plan.addresses_ahead(), threads_to_come);
     Ok(plan)
@@ -319,10 +309,11 @@ fn build(
         None => Redundancy::None,
     };
     let is_ordinary = variable("AT_ONCE").is_none();
+    let starts_late = is_ordinary && may_start_late();
     let built = match parents {
-        Some(parents) => parents.of_child(),
+        Some(parents) => parents.of_child(starts_late),
         None => builder(redundancy, window.is_some())?
-            .starts_late(is_ordinary && may_start_late())
+            .starts_late(starts_late)
             .build(),
     };
     let runtime = built.map_err(|error| error.to_string())?;
@@ -346,21 +337,20 @@ fn build(
         options = options.reserve(Reserve::OnDemand);
     }
     let mut first = None;
-    if let (Some(window), Ok(size)) = (window, &mut size) {
-        let address = if parents.is_some() {
-            let addresses = filter::place_again(state::all().count())?;
-            *size = size.min(&Size::exactly(addresses.len()));
-            addresses.start
-        } else {
-            first = Some(region_of_handler(&runtime)?);
-            begin_filter(size.bytes)?
-        };
+    if let (Some(window), Ok(size)) = (window, &size) {
+        first = Some(region_of_handler(&runtime)?);
+        let address = begin_filter(size.bytes)?;
         // SAFETY: reserved for this alone.
         options = unsafe { options.address(address) };
         window.plug(if is_on_demand { 0 } else { NUMBERS_LEFT });
-        if parents.is_none() {
-            filter::install(address, window.numbers())?;
-        }
+        filter::install(address, window.numbers())?;
+    }
+    if let (Some(_), true, Ok(size)) = (parents, signals::are_ours(), &mut size) {
+        // The inherited filter of system calls looks for these addresses.
+        let addresses = filter::place_again(state::all().count())?;
+        *size = size.min(&Size::exactly(addresses.len()));
+        // SAFETY: reserved for this alone.
+        options = unsafe { options.address(addresses.start) };
     }
     let stats = variable("STATS").is_some() && parents.is_none();
     // A server on this machine notices the end of a process by itself. Over a network the memory

@@ -5,8 +5,7 @@
 //! of system calls (`filter.rs`) refuses to close or to replace one.
 //!
 //! The program gets no number of the window: those that the runtime does not use are
-//! [plugged](Window::plug). A child made by `fork` has copies of all. Before it makes descriptors
-//! of its own, it [opens](unplug) the numbers that are plugged.
+//! [plugged](Window::plug).
 //!
 //! A filter stays with the programs that this one starts, which close ranges of all numbers. So the
 //! filter allows [`close_range`], which goes around the window here.
@@ -17,7 +16,7 @@ use std::{
     mem::MaybeUninit,
     ops::Range,
     os::fd::{AsRawFd, FromRawFd, IntoRawFd, OwnedFd},
-    sync::atomic::{AtomicU32, AtomicU64, Ordering},
+    sync::atomic::{AtomicU32, Ordering},
 };
 
 use crate::{Inside, next::next, state};
@@ -31,9 +30,6 @@ const FIRST_MAX: u32 = 1024;
 
 static FIRST: AtomicU32 = AtomicU32::new(0);
 static END: AtomicU32 = AtomicU32::new(0);
-/// A bit for each number of the window that is plugged.
-static PLUGGED: [AtomicU64; NUMBERS as usize / 64] =
-    [const { AtomicU64::new(0) }; NUMBERS as usize / 64];
 
 /// Numbers that new descriptors get while the window lives.
 pub(crate) struct Window {
@@ -56,11 +52,11 @@ impl Window {
             }
             limit.assume_init()
         };
-        // The program may have lowered its limit for good.
-        let reachable = |numbers: &Range<u32>| u64::from(numbers.end) <= limit.rlim_max;
-        let numbers = protected().filter(reachable);
-        let numbers = numbers.unwrap_or_else(|| numbers_beyond(&limit));
-        let first = numbers.start;
+        let first = limit.rlim_cur.min(u64::from(FIRST_MAX)) as u32;
+        let end = limit.rlim_max.min(u64::from(first + NUMBERS)) as u32;
+        // If the limit is low, the program has half of it.
+        let first = first.min(end.saturating_sub(NUMBERS).max(end / 2));
+        let numbers = first..end;
         let raised = libc::rlimit {
             rlim_cur: limit.rlim_cur.max(u64::from(numbers.end)),
             rlim_max: limit.rlim_max,
@@ -111,8 +107,7 @@ impl Window {
             && plugged.contains(&(made.as_raw_fd() as u32))
         {
             // Closed with the program: the filter refuses to close it.
-            let at = made.into_raw_fd() as u32 - plugged.start;
-            PLUGGED[at as usize / 64].fetch_or(1 << (at % 64), Ordering::Relaxed);
+            let _ = made.into_raw_fd();
         }
     }
 
@@ -132,31 +127,6 @@ impl Drop for Window {
         }
         // Lowering a limit never fails.
         let _ = set_limit(&self.limit);
-    }
-}
-
-/// Returns the numbers of a window under the program's limit.
-fn numbers_beyond(limit: &libc::rlimit) -> Range<u32> {
-    let first = limit.rlim_cur.min(u64::from(FIRST_MAX)) as u32;
-    let end = limit.rlim_max.min(u64::from(first + NUMBERS)) as u32;
-    // If the limit is low, the program has half of it.
-    let first = first.min(end.saturating_sub(NUMBERS).max(end / 2));
-    first..end
-}
-
-/// Returns the numbers that the filter protects, once it does.
-fn protected() -> Option<Range<u32>> {
-    let window = FIRST.load(Ordering::Relaxed)..END.load(Ordering::Relaxed);
-    (!window.is_empty()).then_some(window)
-}
-
-/// Closes all plugs, in a child made by `fork`.
-pub(crate) fn unplug() {
-    for at in 0..NUMBERS {
-        let bit = 1 << (at % 64);
-        if PLUGGED[at as usize / 64].fetch_and(!bit, Ordering::Relaxed) & bit != 0 {
-            close(FIRST.load(Ordering::Relaxed) + at);
-        }
     }
 }
 
@@ -192,7 +162,9 @@ next! {
 
 /// Returns the window, unless this process has none.
 fn window() -> Option<Range<u32>> {
-    protected().filter(|_| !Inside::is() && !state::is_forked())
+    let window = FIRST.load(Ordering::Relaxed)..END.load(Ordering::Relaxed);
+    let is_ours = !window.is_empty() && !Inside::is() && !state::is_child();
+    is_ours.then_some(window)
 }
 
 /// `close_range`.

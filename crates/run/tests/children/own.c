@@ -1,5 +1,5 @@
 // Children made by `fork` that allocate by themselves: the case that the argument names. The budget
-// is 8 MiB.
+// is 8 MiB if a case says nothing else.
 
 #define _GNU_SOURCE
 #include <errno.h>
@@ -8,6 +8,7 @@
 #include <linux/seccomp.h>
 #include <malloc.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -15,6 +16,9 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/un.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -67,6 +71,28 @@ static size_t local(void) {
         if (sscanf(line, "RssAnon: %zu", &kib) == 1) break;
     fclose(status);
     return kib << 10;
+}
+
+// Waits until `block`, of `BYTES` bytes, has the whole budget: no other process has a share of 4 MiB.
+static void must_get_the_budget(char *block) {
+    for (unsigned seed = 1; local() < 7 * MIB; seed++) {
+        fill(block, BYTES, seed);
+        must(holds(block, BYTES, seed), "a block that grows");
+    }
+}
+
+// Waits for a byte of a child.
+static void must_hear(int from) {
+    char byte = 0;
+    must(read(from, &byte, 1) == 1, "read");
+}
+
+static void tell(int to) { must(write(to, "", 1) == 1, "write"); }
+
+// Sleeps until the parent closes its end of the pipe.
+static void sleep_until_end(int from) {
+    char byte;
+    must(read(from, &byte, 1) == 0, "the end of a pipe");
 }
 
 static void allocations(void) {
@@ -212,12 +238,11 @@ static void little(void) {
 
 static void outlives(void) {
     int pipes[2];
-    char byte = 0;
     must(pipe(pipes) == 0, "pipe");
     pid_t parent = getpid();
     if (fork() == 0) {
         char *own = made(BYTES, 1);
-        must(write(pipes[1], &byte, 1) == 1, "write");
+        tell(pipes[1]);
         while (getppid() == parent) usleep(1000);
         for (int round = 2; round < 6; round++) {
             fill(own, BYTES, round);
@@ -227,7 +252,7 @@ static void outlives(void) {
         fflush(stdout);
         _exit(0);
     }
-    must(read(pipes[0], &byte, 1) == 1, "read");
+    must_hear(pipes[0]);
     _exit(0);
 }
 
@@ -364,7 +389,183 @@ static void confined(void) {
     must_end(child);
 }
 
+// A descriptor that this process gets now, among a few.
+static void must_close(int descriptor) {
+    must(descriptor >= 0 && descriptor < 64, "the number of a descriptor");
+    must(close(descriptor) == 0, "close");
+}
+
+static void *opens(void *none) {
+    struct sockaddr_un any = {.sun_family = AF_UNIX};
+    socklen_t length = sizeof(sa_family_t);
+    int listener = socket(AF_UNIX, SOCK_STREAM, 0);
+    must(bind(listener, (struct sockaddr *)&any, length) == 0 && listen(listener, 1) == 0, "listen");
+    length = sizeof any;
+    must(getsockname(listener, (struct sockaddr *)&any, &length) == 0, "a name");
+    while (!ends) {
+        int opened = open("/dev/null", O_RDONLY), connects = socket(AF_UNIX, SOCK_STREAM, 0);
+        must(connect(connects, (struct sockaddr *)&any, length) == 0, "connect");
+        must_close(accept(listener, NULL, NULL));
+        must_close(connects);
+        must_close(opened);
+        FILE *file = fopen("/dev/null", "r");
+        must(file != NULL && fclose(file) == 0, "a stream");
+    }
+    must_close(listener);
+    return none;
+}
+
+// Threads of a child open and close files while the child makes its arena.
+static void among_openers(void) {
+    char *block = made(BYTES, 1);
+    for (int round = 0; round < 4; round++) {
+        pid_t child = fork();
+        if (child == 0) {
+            pthread_t others[2];
+            for (int at = 0; at < 2; at++) pthread_create(&others[at], NULL, opens, NULL);
+            char *own = made(BYTES, 2);
+            must(holds(own, BYTES, 2) && holds(block, BYTES, 1), "own");
+            ends = 1;
+            for (int at = 0; at < 2; at++) pthread_join(others[at], NULL);
+            _exit(0);
+        }
+        must_end(child);
+    }
+}
+
+static void killed(void) {
+    int pipes[2];
+    must(pipe(pipes) == 0, "pipe");
+    char *block = made(BYTES, 1);
+    pid_t child = fork();
+    if (child == 0) {
+        char *own = made(BYTES, 2);
+        must(holds(own, BYTES, 2), "own");
+        tell(pipes[1]);
+        for (;;) pause();
+    }
+    must_hear(pipes[0]);
+    int status = 0;
+    must(kill(child, SIGKILL) == 0 && waitpid(child, &status, 0) == child, "kill");
+    must(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL, "a child that is killed");
+    must_get_the_budget(block);
+}
+
+static char *program;
+
+// Number of descriptors that a program started now gets.
+static int passed_on(void) {
+    int passed = 0;
+    for (int descriptor = 0; descriptor < 4096; descriptor++) {
+        int flags = fcntl(descriptor, F_GETFD);
+        passed += flags >= 0 && !(flags & FD_CLOEXEC);
+    }
+    return passed;
+}
+
+static void becomes(void) {
+    int pipes[2];
+    char passed[16];
+    snprintf(passed, sizeof passed, "%d", passed_on());
+    setenv("PASSED_ON", passed, 1);
+    must(pipe2(pipes, O_CLOEXEC) == 0, "pipe");
+    char *block = made(BYTES, 1);
+    pid_t child = fork();
+    if (child == 0) {
+        char *own = made(BYTES, 2);
+        must(holds(own, BYTES, 2) && holds(block, BYTES, 1), "own");
+        must(dup2(pipes[0], 0) == 0, "dup2");
+        execl(program, program, "sleeps", NULL);
+        must(0, "exec");
+    }
+    must_get_the_budget(block);
+    must(waitpid(child, NULL, WNOHANG) == 0, "the program has ended");
+    must(close(pipes[1]) == 0, "close");
+    must_end(child);
+}
+
+// The program that a child with an arena has become.
+static void sleeps(void) {
+    must(passed_on() == atoi(getenv("PASSED_ON")), "a descriptor is left");
+    sleep_until_end(0);
+    _exit(0);
+}
+
+// A child whose arena is refused by the kernel, after it has got a share of the budget.
+static void refused(void) {
+    int pipes[2], ends_pipe[2];
+    must(pipe(pipes) == 0 && pipe(ends_pipe) == 0, "pipe");
+    char *block = made(BYTES, 1);
+    pid_t child = fork();
+    if (child == 0) {
+        size_t pages = 0;
+        FILE *sizes = fopen("/proc/self/statm", "r");
+        must(fscanf(sizes, "%zu", &pages) == 1 && fclose(sizes) == 0, "the size");
+        rlim_t most = pages * 4096 + 512 * MIB;
+        struct rlimit limit = {most, most};
+        must(setrlimit(RLIMIT_AS, &limit) == 0, "a limit");
+        char *own = made(BYTES, 2);
+        must(holds(own, BYTES, 2), "own");
+        tell(pipes[1]);
+        close(ends_pipe[1]);
+        sleep_until_end(ends_pipe[0]);
+        _exit(0);
+    }
+    must_hear(pipes[0]);
+    must_get_the_budget(block);
+    must(close(ends_pipe[1]) == 0, "close");
+    must_end(child);
+}
+
+// True if faults on absent pages at `address` come to farpage.
+static int is_under_paging(const char *address) {
+    char line[1024];
+    int is_here = 0, is_under = -1;
+    FILE *maps = fopen("/proc/self/smaps", "r");
+    while (fgets(line, sizeof line, maps)) {
+        uintptr_t start, end;
+        if (sscanf(line, "%lx-%lx ", &start, &end) == 2)
+            is_here = start <= (uintptr_t)address && (uintptr_t)address < end;
+        if (is_here && strncmp(line, "VmFlags:", 8) == 0) is_under = strstr(line, " um") != NULL;
+    }
+    fclose(maps);
+    must(is_under >= 0, "no such mapping");
+    return is_under;
+}
+
+// Memory is ordinary while it fits. The budget is 64 MiB.
+static void ordinary(void) {
+    char *block = made(8 * MIB, 1);
+    pid_t child = fork();
+    if (child == 0) {
+        char *own = made(8 * MIB, 2);
+        must(!is_under_paging(own) && !is_under_paging(block), "memory that fits is under paging");
+        char *more = made(120 * MIB, 3);
+        must(is_under_paging(own) && is_under_paging(more), "memory that does not fit is ordinary");
+        must(holds(block, 8 * MIB, 1) && holds(own, 8 * MIB, 2), "the child's");
+        must(holds(more, 120 * MIB, 3), "more of the child's");
+        _exit(0);
+    }
+    must_end(child);
+    must(!is_under_paging(block) && holds(block, 8 * MIB, 1), "the parent's");
+}
+
+// Parent and child use far more than the budget at the same time.
+static void both(void) {
+    char *block = made(3 * BYTES, 1);
+    pid_t child = fork();
+    char *own = made(3 * BYTES, 2 + (child == 0));
+    for (unsigned round = 0; round < 3; round++) {
+        must(holds(block, 3 * BYTES, 1), "what both have");
+        must(holds(own, 3 * BYTES, 2 + (child == 0) + round), "own");
+        fill(own, 3 * BYTES, 3 + (child == 0) + round);
+    }
+    if (child == 0) _exit(0);
+    must_end(child);
+}
+
 int main(int count, char **names) {
+    program = names[0];
     struct {
         const char *name;
         void (*run)(void);
@@ -377,6 +578,10 @@ int main(int count, char **names) {
         {"raw", raw},                   {"bare", bare},
         {"confined", confined},         {"fits", fits},
         {"among-lookers", among_lookers},
+        {"among-openers", among_openers},
+        {"killed", killed},             {"becomes", becomes},
+        {"sleeps", sleeps},             {"refused", refused},
+        {"ordinary", ordinary},         {"both", both},
     };
     for (size_t at = 0; at < sizeof cases / sizeof *cases; at++) {
         if (count == 2 && strcmp(names[1], cases[at].name) == 0) {
