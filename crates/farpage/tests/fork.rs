@@ -400,7 +400,20 @@ fn a_child_builds_a_runtime_of_its_own_beside_what_it_has_inherited() {
             if !matches!(refused, Err(CreateError::Forked)) {
                 return 2;
             }
-            let own = runtime.of_child(false).unwrap();
+            let own = match runtime.of_child(false) {
+                Ok(own) => own,
+                Err(error) => {
+                    // Devices are opened once.
+                    let is_right = error
+                        .to_string()
+                        .contains("by fork has opened the RDMA devices");
+                    return if is_right && fabrics().contains(&Fabric::Rdma) {
+                        0
+                    } else {
+                        4
+                    };
+                }
+            };
             let mut more = own.array::<u64>(words).unwrap();
             fill(&mut more, 2);
             let is_right = || wrong(&array, 1) == 0 && wrong(&more, 2) == 0;

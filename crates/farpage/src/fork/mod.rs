@@ -182,7 +182,10 @@ extern "C" fn in_parent() {
 
 extern "C" fn in_child() {
     // SAFETY: handlers of `fork` that were registered before this one start no thread.
-    unsafe { child::begin() };
+    unsafe {
+        child::begin();
+        farpage_fabric::begin_child();
+    }
     end(true);
 }
 
