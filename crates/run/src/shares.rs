@@ -272,6 +272,25 @@ mod tests {
         assert_eq!(fair(8 * MIB, vec![9 * MIB, 9 * MIB]), [4 * MIB, 4 * MIB]);
     }
 
+    /// What is added to needs is what nobody needs.
+    #[test]
+    fn nobody_gets_less_than_an_even_part_of_what_all_need() {
+        for seed in 1..1000u64 {
+            let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+            let programs = 1 + below(&mut state, 8);
+            let budget = (4 * programs + below(&mut state, 100)) * MIB;
+            let wants: Vec<u64> = (0..programs).map(|_| below(&mut state, 60) * MIB).collect();
+            let shares = fair(budget, wants.clone());
+            assert!(shares.iter().sum::<u64>() <= budget, "seed {seed}");
+            for (&share, &want) in shares.iter().zip(&wants) {
+                assert!(
+                    share >= want.clamp(LEAST_BYTES, budget / programs),
+                    "seed {seed}"
+                );
+            }
+        }
+    }
+
     /// Returns a number below `end` by xorshift64 (Marsaglia, 2003).
     fn below(state: &mut u64, end: u64) -> u64 {
         *state ^= *state << 13;
@@ -370,15 +389,46 @@ mod tests {
         assert_eq!(ledger.programs[&first].share, (8 + 24) * MIB);
     }
 
+    fn say(stream: &mut UnixStream, kind: u8, bytes: u64) {
+        stream.write_all(&message(kind, bytes)).expect("sent");
+    }
+
+    /// Connects a program that asks for a share.
+    fn connect(socket: &Path) -> UnixStream {
+        let mut stream = UnixStream::connect(socket).expect("somebody listens");
+        say(&mut stream, WANTS, 0);
+        stream
+    }
+
+    fn share(stream: &mut UnixStream) -> u64 {
+        read(stream).expect("a share").1
+    }
+
+    #[test]
+    fn a_first_share_is_a_part_of_what_others_do_not_need() {
+        let folder = tempfile::tempdir().expect("there is room for a folder");
+        let socket = folder.path().join("shares");
+        let _shares = Shares::start(&socket, 64 * MIB).expect("the socket is free");
+        let connect = || connect(&socket);
+        let mut first = connect();
+        assert_eq!(share(&mut first), 64 * MIB);
+        let mut second = connect();
+        // The first reports before it keeps to the smaller share.
+        assert_eq!(share(&mut first), 60 * MIB);
+        say(&mut first, WANTS, 8 * MIB);
+        say(&mut first, HAS, 60 * MIB);
+        assert_eq!(share(&mut first), (8 + 24) * MIB);
+        say(&mut first, HAS, (8 + 24) * MIB);
+        assert_eq!(share(&mut second), (4 + 24) * MIB);
+    }
+
     #[test]
     fn no_program_is_let_in_after_the_last_one() {
         let folder = tempfile::tempdir().expect("there is room for a folder");
         let socket = folder.path().join("shares");
         let shares = Shares::start(&socket, 10 * MIB).expect("the socket is free");
         assert!(shares.are_over());
-        let mut late = UnixStream::connect(&socket).expect("somebody listens");
-        late.write_all(&message(WANTS, 0)).expect("sent");
-        assert_eq!(read(&mut late), None);
+        assert_eq!(read(&mut connect(&socket)), None);
         assert!(shares.are_over());
     }
 
@@ -387,20 +437,15 @@ mod tests {
         let folder = tempfile::tempdir().expect("there is room for a folder");
         let socket = folder.path().join("shares");
         let shares = Shares::start(&socket, 10 * MIB).expect("the socket is free");
-        let connect = || {
-            let mut stream = UnixStream::connect(&socket).expect("somebody listens");
-            stream.write_all(&message(WANTS, 0)).expect("sent");
-            stream
-        };
-        let share = |stream: &mut UnixStream| read(stream).expect("a share").1;
+        let connect = || connect(&socket);
         let mut first = connect();
         assert_eq!(share(&mut first), 10 * MIB);
-        first.write_all(&message(WANTS, 50 * MIB)).expect("sent");
+        say(&mut first, WANTS, 50 * MIB);
         // The second waits until the first gives something back.
         let mut second = connect();
         assert_eq!(share(&mut first), 6 * MIB);
         assert_eq!(shares.held(), 10 * MIB);
-        first.write_all(&message(HAS, 6 * MIB)).expect("sent");
+        say(&mut first, HAS, 6 * MIB);
         assert_eq!(share(&mut second), LEAST_BYTES);
         // A third program would leave too little to each.
         assert_eq!(share(&mut connect()), 0);

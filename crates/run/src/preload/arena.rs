@@ -5,8 +5,9 @@
 //! budget, is taken by the first large request: shells and wrappers that only start others take
 //! none.
 //!
-//! A child made by `fork` builds a runtime like its parent's, and makes an arena of its own, once
-//! its large requests exceed [`CHILD_BYTES`]. If it cannot, its memory stays local, with a line.
+//! A child made by `fork` builds a runtime like its parent's, but always with fillers, and makes an
+//! arena of its own, once its large requests exceed [`CHILD_BYTES`]. If it cannot, its memory stays
+//! local, with a line.
 
 use std::{ffi::c_int, io, mem, sync::Arc};
 
@@ -55,7 +56,7 @@ const FILES: libc::rlim_t = 64;
 /// The runtime, and the parameters of its arena.
 struct Plan {
     runtime: Runtime,
-    /// Table with the runtime's descriptors. `None` with in-thread faults: the program's.
+    /// Table with the runtime's descriptors. `None`: the program's, whose threads serve faults.
     table: Option<Arc<Table>>,
     share: Option<Share>,
     /// Size of the arena, or the reason why there will be none.
