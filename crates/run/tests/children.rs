@@ -190,6 +190,11 @@ fn memory_of_a_child_is_ordinary_while_it_fits() {
     run_in(modes(), "ordinary", &["--budget", "64MiB"], &[]);
 }
 
+#[test]
+fn threads_of_a_child_start_late_where_no_limit_of_its_own_may_forbid_them() {
+    run_in(modes(), "limited", &["--budget", "64MiB"], &[]);
+}
+
 /// Both use 192 MiB. Beside the budget, the cgroup has room for the launcher, for what the two
 /// processes have without farpage, and for page tables.
 #[test]

@@ -550,6 +550,31 @@ static void ordinary(void) {
     must(!is_under_paging(block) && holds(block, 8 * MIB, 1), "the parent's");
 }
 
+// Under a limit that counts stacks, threads start with the arena, and not when they are needed.
+// Memory is ordinary. The budget is 64 MiB.
+static void limited(void) {
+    size_t with_threads[2];
+    int pipes[2];
+    must(pipe(pipes) == 0, "pipe");
+    for (int is_limited = 0; is_limited < 2; is_limited++) {
+        pid_t child = fork();
+        if (child == 0) {
+            struct rlimit far = {(rlim_t)1 << 46, (rlim_t)1 << 46};
+            must(!is_limited || setrlimit(RLIMIT_AS, &far) == 0, "a limit");
+            char *own = made(8 * MIB, 1);
+            size_t count = threads();
+            must(write(pipes[1], &count, sizeof count) == sizeof count, "write");
+            must(holds(own, 8 * MIB, 1) && !is_under_paging(own), "own");
+            own = realloc(own, 80 * MIB);
+            must(own != NULL && holds(own, 8 * MIB, 1) && is_under_paging(own), "more");
+            _exit(0);
+        }
+        must(read(pipes[0], &with_threads[is_limited], sizeof(size_t)) > 0, "read");
+        must_end(child);
+    }
+    must(with_threads[0] < with_threads[1], "threads have not started with the arena");
+}
+
 // Parent and child use far more than the budget at the same time.
 static void both(void) {
     char *block = made(3 * BYTES, 1);
@@ -582,6 +607,7 @@ int main(int count, char **names) {
         {"killed", killed},             {"becomes", becomes},
         {"sleeps", sleeps},             {"refused", refused},
         {"ordinary", ordinary},         {"both", both},
+        {"limited", limited},
     };
     for (size_t at = 0; at < sizeof cases / sizeof *cases; at++) {
         if (count == 2 && strcmp(names[1], cases[at].name) == 0) {
