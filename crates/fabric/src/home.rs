@@ -15,7 +15,7 @@ enum Home {
     Programs,
     /// Kept for good, as the devices are.
     Private(Arc<Table>),
-    /// Of the process that this one was forked from. No device can be opened a second time.
+    /// Table of the process that this one was forked from. No device is opened a second time.
     Parents,
 }
 

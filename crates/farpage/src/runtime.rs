@@ -58,9 +58,9 @@ impl Runtime {
     }
 
     /// Builds a runtime with the options of this one, which a parent has: for memory that a child
-    /// made by `fork` gets by itself. Filler threads serve its faults, whatever serves the parent's:
-    /// they need no descriptors in the program's table, where other threads of the child may just
-    /// make some. See [`Builder::starts_late`](crate::Builder::starts_late).
+    /// made by `fork` gets by itself. Filler threads serve its faults, whoever serves the parent's:
+    /// they need no descriptors in the program's table, where other threads of the child may make
+    /// some meanwhile. See [`Builder::starts_late`](crate::Builder::starts_late).
     ///
     /// # Errors
     /// See [`BuildError`].

@@ -430,6 +430,26 @@ fn a_child_builds_a_runtime_of_its_own_beside_what_it_has_inherited() {
     });
 }
 
+#[test]
+fn a_child_builds_a_runtime_in_any_mode_whatever_its_parent_has() {
+    let Some(_watchdog) = begin(120) else { return };
+    let words = 4 * MIB / 8;
+    let memory = Memory::start(Fabric::Tcp, 256 * MIB);
+    let builder = |mode| memory.builder(MIB, PAGE).fault_mode(mode);
+    for (parents, childs) in MODES.iter().flat_map(|mode| MODES.map(|own| (*mode, own))) {
+        let runtime = builder(parents).build().unwrap();
+        let mut array = runtime.array::<u64>(words).unwrap();
+        fill(&mut array, 1);
+        must_pass(start(|| {
+            let own = builder(childs).build().unwrap();
+            let mut more = own.array::<u64>(words).unwrap();
+            fill(&mut more, 2);
+            i32::from(wrong(&array, 1) > 0 || wrong(&more, 2) > 0)
+        }));
+        assert_eq!(wrong(&array, 1), 0);
+    }
+}
+
 /// The runtime does not see a raw call. The child has nothing at the addresses of the array, also
 /// where the kernel chooses addresses for its memory.
 #[test]

@@ -272,7 +272,7 @@ mod tests {
         assert_eq!(fair(8 * MIB, vec![9 * MIB, 9 * MIB]), [4 * MIB, 4 * MIB]);
     }
 
-    /// What is added to needs is what nobody needs.
+    /// Parts that nobody needs are added to the others.
     #[test]
     fn nobody_gets_less_than_an_even_part_of_what_all_need() {
         for seed in 1..1000u64 {

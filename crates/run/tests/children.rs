@@ -195,8 +195,8 @@ fn threads_of_a_child_start_late_where_no_limit_of_its_own_may_forbid_them() {
     run_in(modes(), "limited", &["--budget", "64MiB"], &[]);
 }
 
-/// Both use 192 MiB. Beside the budget, the cgroup has room for the launcher, for what the two
-/// processes have without farpage, and for page tables.
+/// Parent and child use 192 MiB each. Beside the budget, the cgroup has room for the launcher, for
+/// what the two processes have without farpage, and for page tables.
 #[test]
 fn parent_and_child_keep_to_the_budget_in_a_cgroup_that_enforces_it() {
     if !can_run(&[GCC]) {

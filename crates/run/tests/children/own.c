@@ -73,7 +73,7 @@ static size_t local(void) {
     return kib << 10;
 }
 
-// Waits until `block`, of `BYTES` bytes, has the whole budget: no other process has a share of 4 MiB.
+// Waits until `block`, of `BYTES` bytes, has the whole budget: no other process has a share.
 static void must_get_the_budget(char *block) {
     for (unsigned seed = 1; local() < 7 * MIB; seed++) {
         fill(block, BYTES, seed);
@@ -506,6 +506,7 @@ static void refused(void) {
         must(setrlimit(RLIMIT_AS, &limit) == 0, "a limit");
         char *own = made(BYTES, 2);
         must(holds(own, BYTES, 2), "own");
+        while (threads() > 1) usleep(1000);
         tell(pipes[1]);
         close(ends_pipe[1]);
         sleep_until_end(ends_pipe[0]);

@@ -111,8 +111,8 @@ time.sleep(30)
     assert_eq!(run.status(), Some(128 + libc::SIGUSR1));
 }
 
-/// Beginning of a program that ends at once, and leaves a child behind with remote memory. The child
-/// goes on once the launcher has waited for the program.
+/// Beginning of a program that ends at once, and leaves a child behind with remote memory. The
+/// child goes on once the launcher has waited for the program.
 const CHILD: &str = "
 import os, signal, time
 M = 1 << 20
