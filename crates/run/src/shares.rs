@@ -18,7 +18,10 @@
 use std::{
     collections::BTreeMap,
     io::{Read, Write},
-    os::unix::net::{UnixListener, UnixStream},
+    os::{
+        fd::AsRawFd,
+        unix::net::{UnixListener, UnixStream},
+    },
     path::Path,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     thread,
@@ -168,7 +171,11 @@ fn read(stream: &mut UnixStream) -> Option<(u8, u64)> {
 impl Ledger {
     /// Adds a program. Returns `None` if there are too many already.
     fn add(&mut self, stream: impl Into<Option<UnixStream>>) -> Option<u64> {
-        if (self.programs.len() as u64 + 1) * LEAST_BYTES > self.budget {
+        if !self.has_room() {
+            // Threads that listen to programs may not have noticed their ends yet.
+            self.programs.retain(|_, program| !program.has_ended());
+        }
+        if !self.has_room() {
             return None;
         }
         let number = self.next;
@@ -182,6 +189,11 @@ impl Ledger {
         self.programs.insert(number, program);
         self.settle();
         Some(number)
+    }
+
+    /// True if one more program can get the least share.
+    fn has_room(&self) -> bool {
+        (self.programs.len() as u64 + 1) * LEAST_BYTES <= self.budget
     }
 
     fn held(&self) -> u64 {
@@ -216,6 +228,19 @@ impl Ledger {
 }
 
 impl Program {
+    /// True if the program has closed its connection.
+    fn has_ended(&self) -> bool {
+        self.stream.as_ref().is_some_and(|stream| {
+            let mut fd = libc::pollfd {
+                fd: stream.as_raw_fd(),
+                events: libc::POLLRDHUP,
+                revents: 0,
+            };
+            // SAFETY: one descriptor, which is looked at and not waited for.
+            unsafe { libc::poll(&raw mut fd, 1, 0) > 0 }
+        })
+    }
+
     fn tell(&mut self, share: u64) {
         self.share = share;
         if let Some(stream) = &mut self.stream {
@@ -387,6 +412,22 @@ mod tests {
         ledger.settle();
         assert_eq!(ledger.programs[&second].share, LEAST_BYTES);
         assert_eq!(ledger.programs[&first].share, (8 + 24) * MIB);
+    }
+
+    #[test]
+    fn a_program_that_has_just_ended_leaves_room_for_another() {
+        let mut ledger = Ledger {
+            budget: 8 * MIB,
+            ..Ledger::default()
+        };
+        let pair = || UnixStream::pair().expect("there is room for a socket");
+        let ((_first, of_first), (second, of_second)) = (pair(), pair());
+        ledger.add(of_first).expect("there is room for one");
+        let second_number = ledger.add(of_second).expect("there is room for two");
+        assert_eq!(ledger.add(None), None);
+        drop(second);
+        assert!(ledger.add(None).is_some());
+        assert!(!ledger.programs.contains_key(&second_number));
     }
 
     fn say(stream: &mut UnixStream, kind: u8, bytes: u64) {
