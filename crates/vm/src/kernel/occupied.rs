@@ -99,27 +99,21 @@ pub(crate) fn of_space(space: u64, addresses: &Range<usize>) -> Vec<Range<usize>
 
 #[cfg(test)]
 mod tests {
+    use farpage_testkit::passes_in_child;
+
     use super::*;
 
     #[test]
     fn a_child_made_while_regions_are_locked_has_regions_of_its_own() {
         let space = next_space();
         let locked = regions();
-        // SAFETY: the child takes a lock and ends.
-        let child = unsafe { libc::fork() };
-        if child == 0 {
-            // SAFETY: the only thread. The alarm ends a child that waits for ever.
-            unsafe {
-                libc::alarm(20);
-                begin_child();
-                libc::_exit(i32::from(!occupy(&(1 << 60..2 << 60), space, false)));
-            }
-        }
+        let passes = passes_in_child(|| {
+            // SAFETY: the only thread, and the lock is its parent's.
+            unsafe { begin_child() };
+            occupy(&(1 << 60..2 << 60), space, false)
+        });
         drop(locked);
-        let mut status = -1;
-        // SAFETY: there is room for the status.
-        assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
-        assert_eq!(status, 0, "the child ended otherwise");
+        assert!(passes);
     }
 
     #[test]
@@ -138,7 +132,7 @@ mod tests {
         }
         assert!(occupy(&(base + 100..base + 200), next_space(), false));
         assert!(is_read_only(base + 299) && !is_read_only(base + 300) && !is_read_only(base + 199));
-        assert_eq!(of_space(space, &(base..base + 300)), []);
+        assert!(of_space(space, &(base..base + 300)).is_empty());
         for at in [0, 100, 200] {
             begin(base + at);
         }
@@ -147,6 +141,6 @@ mod tests {
         for at in [0, 100, 200] {
             give_up(base + at);
         }
-        assert_eq!(of_space(space, &(base..base + 300)), []);
+        assert!(of_space(space, &(base..base + 300)).is_empty());
     }
 }

@@ -86,6 +86,8 @@ impl Drop for FaultRegistration {
 
 #[cfg(test)]
 mod tests {
+    use farpage_testkit::passes_in_child;
+
     use super::{
         super::{
             contract::Served,
@@ -126,31 +128,20 @@ mod tests {
     #[test]
     fn a_child_made_while_somebody_looks_keeps_what_it_inherits_beside_its_own() {
         let handler = || Arc::new(Nobody);
-        let first = FaultRegistration::new(1 << 20..2 << 20, handler()).unwrap();
+        let _first = FaultRegistration::new(1 << 20..2 << 20, handler()).unwrap();
         let _second = FaultRegistration::new(2 << 20..3 << 20, handler()).unwrap();
         let _looking = Looking::begin();
         let locked = OWNER.lock();
-        // SAFETY: the child locks, allocates, which glibc supports after fork, and ends.
-        let child = unsafe { libc::fork() };
-        if child == 0 {
-            // SAFETY: the only thread. The alarm ends a child that waits for ever.
-            unsafe {
-                libc::alarm(20);
-                begin_child();
-            }
-            drop(first);
+        let passes = passes_in_child(|| {
+            // SAFETY: the only thread, and the lock is its parent's.
+            unsafe { begin_child() };
             let own = FaultRegistration::new(4096..(1 << 20) + 4096, handler()).unwrap();
             let inherits = serves(2 << 20..3 << 20) && !serves((1 << 20) + 4096..2 << 20);
             let is_right = inherits && serves(4096..8192);
             drop(own);
-            let is_right = is_right && serves(2 << 20..3 << 20) && !serves(4096..8192);
-            // SAFETY: ends the child.
-            unsafe { libc::_exit(i32::from(!is_right)) };
-        }
+            is_right && serves(2 << 20..3 << 20) && !serves(4096..8192)
+        });
         drop(locked);
-        let mut status = -1;
-        // SAFETY: there is room for the status.
-        assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
-        assert_eq!(status, 0, "the child ended otherwise");
+        assert!(passes);
     }
 }
