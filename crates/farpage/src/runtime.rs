@@ -19,7 +19,7 @@ use farpage_store::{
     BlockingOptions, DrainReport, Element, ElementType, Elements, Layout, PageStore,
 };
 use farpage_tables::Held;
-use farpage_vm::KernelSpace;
+use farpage_vm::{KernelSpace, sigbus::keep_stack};
 use farpage_wire::{Endpoint, control::check_name};
 
 use crate::{
@@ -338,6 +338,11 @@ impl Runtime {
             len: capacity_bytes,
             element_bytes: 1,
         })?;
+        if options.paging.ordinary {
+            // Paging begins on such a stack, also when all mappings are used up. What cannot be
+            // mapped now is missing below, too.
+            let _ = keep_stack();
+        }
         let region = self.region_with(bytes, options)?;
         Ok(Arena::new(region))
     }

@@ -145,7 +145,9 @@ unsafe extern "C" {
 }
 
 /// glibc's allocator by its internal names, which no library replaces. All of its memory is local.
-/// Under [`Allocator`], glibc serves threads of the program that do not work for the runtime.
+/// Under [`Allocator`], glibc serves threads of the program that do not work for the runtime. Where
+/// the kernel gives glibc nothing, for lack of mappings, memory of `local.rs` is there: Rust ends
+/// the process if it gets none.
 struct Glibc;
 
 #[global_allocator]
@@ -154,25 +156,25 @@ static ALLOCATOR: Allocator<Glibc> = Allocator::over(Glibc);
 /// Alignment of glibc's allocations by default.
 const ALIGN: usize = 16;
 
-// SAFETY: glibc's allocator keeps the contract; alignments above its own go to `memalign`, and
-// what that made is freed by `free`.
+// SAFETY: both allocators keep the contract, and the address of a block tells which one made it.
+// Alignments above glibc's own go to `memalign`, and what that made is freed by `free`.
 unsafe impl GlobalAlloc for Glibc {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         // SAFETY: any size and any power of two are fine.
-        unsafe {
-            if layout.align() <= ALIGN {
-                __libc_malloc(layout.size()).cast()
-            } else {
-                __libc_memalign(layout.align(), layout.size()).cast()
+        let made = unsafe {
+            match layout.align() <= ALIGN {
+                true => __libc_malloc(layout.size()),
+                false => __libc_memalign(layout.align(), layout.size()),
             }
-        }
+        };
+        or_local(made, layout)
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         // SAFETY: as above; the bytes that are zeroed were allocated.
         unsafe {
             if layout.align() <= ALIGN {
-                return __libc_calloc(1, layout.size()).cast();
+                return or_local(__libc_calloc(1, layout.size()), layout);
             }
             let made = self.alloc(layout);
             if !made.is_null() {
@@ -184,22 +186,38 @@ unsafe impl GlobalAlloc for Glibc {
 
     unsafe fn dealloc(&self, old: *mut u8, _: Layout) {
         // SAFETY: made above.
-        unsafe { __libc_free(old.cast()) }
+        unsafe {
+            match local::holds(old.cast()) {
+                true => local::free(old.cast()),
+                false => __libc_free(old.cast()),
+            }
+        }
     }
 
     unsafe fn realloc(&self, old: *mut u8, layout: Layout, bytes: usize) -> *mut u8 {
         // SAFETY: made above; both sizes are of the memory that is copied.
         unsafe {
-            if layout.align() <= ALIGN {
-                return __libc_realloc(old.cast(), bytes).cast();
+            if layout.align() <= ALIGN && !local::holds(old.cast()) {
+                let made = __libc_realloc(old.cast(), bytes).cast::<u8>();
+                if !made.is_null() {
+                    return made;
+                }
             }
-            let made = __libc_memalign(layout.align(), bytes).cast::<u8>();
+            let made = self.alloc(Layout::from_size_align_unchecked(bytes, layout.align()));
             if !made.is_null() {
                 made.copy_from_nonoverlapping(old, layout.size().min(bytes));
-                __libc_free(old.cast());
+                self.dealloc(old, layout);
             }
             made
         }
+    }
+}
+
+/// Returns what glibc has `made`, or local memory in place of null.
+fn or_local(made: *mut c_void, layout: Layout) -> *mut u8 {
+    match made.is_null() {
+        true => local::allocate(layout.size(), layout.align()).cast(),
+        false => made.cast(),
     }
 }
 

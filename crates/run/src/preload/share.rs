@@ -158,11 +158,11 @@ impl Share {
 
     /// Tells the launcher what the program uses, unless that is about what it `wants` already.
     fn report(&mut self, wants: &mut Option<u64>) -> std::io::Result<()> {
-        let allocated = state::get().map_or(0, |state| {
-            state.arena.allocated_bytes() + state.arena.beside_bytes()
+        let used = state::get().map_or(0, |state| {
+            state.arena.used_bytes() + state.arena.beside_bytes()
         }) as u64;
         // A quarter more, so that growth by small steps needs few messages.
-        let now = (allocated + allocated / 4).next_multiple_of(1 << 20);
+        let now = (used + used / 4).next_multiple_of(1 << 20);
         if wants.is_none_or(|wants| now > wants || now < wants / 2) {
             *wants = Some(now);
             self.say(WANTS, now)?;

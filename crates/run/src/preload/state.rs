@@ -405,13 +405,13 @@ impl State {
         start..end.max(start)
     }
 
-    /// Records the present size of all allocations, if it is the largest so far.
+    /// Records the present size of all that is used, if it is the largest so far.
     pub(crate) fn note_peak(&self) {
-        let now = self.arena.allocated_bytes();
+        let now = self.arena.used_bytes();
         self.peak_bytes.fetch_max(now, Ordering::Relaxed);
     }
 
-    /// Returns the most that was allocated at once.
+    /// Returns the most that was used at once: allocations without access are not.
     pub(crate) fn peak_bytes(&self) -> usize {
         self.peak_bytes.load(Ordering::Relaxed)
     }

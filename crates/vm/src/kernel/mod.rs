@@ -45,7 +45,7 @@ use crate::{
     pagemap::Pagemap,
     pages::{Pages, Shard},
     space::{
-        AddressSpace, Batch, DetachError, Detached, EventScope, EventSources, Events, Frame,
+        AddressSpace, Batch, Cede, DetachError, Detached, EventScope, EventSources, Events, Frame,
         Geometry, InstallError, InstallErrorKind, PageIn, PageOut, RegionMapping,
     },
     sys::{self, KERNEL_PAGE_BYTES},
@@ -365,8 +365,8 @@ impl AddressSpace for KernelSpace {
         addresses::unmap(&self.shards, address, &geometry);
     }
 
-    fn cede(&self, addresses: Range<usize>, bytes: Option<&[u8]>) -> io::Result<()> {
-        addresses::cede(&self.shards, &addresses, bytes)
+    fn cede(&self, addresses: Range<usize>, how: Cede<'_>) -> io::Result<()> {
+        addresses::cede(&self.shards, &addresses, how)
     }
 
     fn regain(&self, address: usize, geometry: Geometry, ceded: Range<usize>) -> io::Result<()> {
