@@ -11,7 +11,7 @@
 //! - Before the runtime exists (constructors that run before ours, `dlsym`), all requests go to the
 //!   next allocator.
 //! - `free` and its kind decide by address alone, and by where our own allocations begin
-//!   (`made.rs`).
+//!   (`made.rs`). A child made by `fork` has several arenas: its own, and those of its parents.
 //!
 //! Its files lie in layers. A file imports lower layers, and files of its own layer:
 //!
@@ -19,11 +19,11 @@
 //! 2. what knows no arena: `next.rs` and `symbols.rs` (the next library's functions),
 //!    `environment.rs`, `seccomp.rs`, `destructors.rs`, `code.rs`, `mixed.rs` (programs that define
 //!    `free` alone), and the program's `signals.rs`, `old_signals.rs` and `signal_stack.rs`;
-//! 3. `state.rs`: the runtime, the arena and the options;
-//! 4. what begins and ends with these: `local.rs`, `made.rs`, `family.rs`, `limits.rs` (set by the
-//!    program), `descriptors.rs`, `share.rs`, `exec.rs`, `report.rs`, `statics.rs`,
-//!    `thread_stacks.rs`, `small.rs` (the allocator of small requests), `guesses.rs` and
-//!    `filter.rs` (the system calls that in-thread faults need);
+//! 3. `state.rs`: the runtime, the arenas and the options, and `made.rs`;
+//! 4. what begins and ends with these: `local.rs`, `family.rs`, `limits.rs` (set by the program),
+//!    `descriptors.rs`, `share.rs`, `exec.rs`, `report.rs`, `statics.rs`, `thread_stacks.rs`,
+//!    `small.rs` (the allocator of small requests), `guesses.rs` and `filter.rs` (the system calls
+//!    that in-thread faults need);
 //! 5. `arena.rs`, which begins them all, and makes the arena at the first large request;
 //! 6. memory of the arena: `mappings.rs` (the map of its addresses), `locks.rs`, `protect.rs`,
 //!    `allocate.rs`, `jemalloc.rs` and `foreign.rs`;
@@ -300,9 +300,14 @@ fn say_once(line: &str) {
     static SAID: Mutex<Vec<String>> = Mutex::new(Vec::new());
     let _inside = Inside::enter();
     let mut said = SAID.lock();
-    if !said.iter().any(|before| before == line) {
-        say(line);
+    let is_new = !said.iter().any(|before| before == line);
+    if is_new {
         said.push(line.to_owned());
+    }
+    // Written without the lock, as somebody may have to read first.
+    drop(said);
+    if is_new {
+        say(line);
     }
 }
 

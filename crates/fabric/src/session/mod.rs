@@ -30,6 +30,7 @@ use farpage_wire::{
     control::Lease,
 };
 
+pub(crate) use self::ending::begin_child;
 pub use self::visit::Visit;
 use self::{remote::Remote, requests::all_names};
 use crate::{

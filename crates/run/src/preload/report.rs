@@ -55,6 +55,12 @@ pub(crate) fn begin(stats: bool) -> Result<(), String> {
     Ok(())
 }
 
+/// Begins a child made by `fork`, which has no such thread and writes no lines.
+pub(crate) fn begin_child() {
+    WORD.store(NONE, Ordering::Release);
+    STANDARD_ERROR.store(-1, Ordering::Relaxed);
+}
+
 fn when_asked() {
     loop {
         match WORD.load(Ordering::Acquire) {

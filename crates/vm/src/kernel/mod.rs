@@ -38,8 +38,8 @@ use std::{
 
 use farpage_tables::{Keeper, is_private};
 
-pub(crate) use self::sharing::begin as begin_sharing;
 use self::{fence::Fence, poison::Poison, shard::KernelShard};
+pub(crate) use self::{occupied::begin_child, sharing::begin as begin_sharing};
 use crate::{
     frame::{self, KernelFrame, Pools},
     pagemap::Pagemap,
