@@ -32,7 +32,7 @@ impl Setup {
         setup.session.client = client_name();
         setup.space.in_thread = false;
         setup.pager.in_thread = 0;
-        setup.pager.starts_late = starts_late;
+        setup.pager.starts_late &= starts_late;
         setup
     }
 

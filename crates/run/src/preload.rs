@@ -295,9 +295,18 @@ fn say_to(descriptor: i32, line: &str) {
     unsafe { libc::write(descriptor, line.as_ptr().cast(), line.len()) };
 }
 
+/// Lines that were written once.
+static SAID: Mutex<Vec<String>> = Mutex::new(Vec::new());
+
+/// Forgets the lines that were written, in a child made by `fork`, in which this thread is the only
+/// one.
+fn forget_lines() {
+    // SAFETY: a thread that only the parent has may hold the lock, and this one does not.
+    unsafe { SAID.renew(Vec::new()) };
+}
+
 /// Writes a line once, however often the program gives reason for it.
 fn say_once(line: &str) {
-    static SAID: Mutex<Vec<String>> = Mutex::new(Vec::new());
     let _inside = Inside::enter();
     let mut said = SAID.lock();
     let is_new = !said.iter().any(|before| before == line);

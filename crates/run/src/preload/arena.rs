@@ -274,12 +274,14 @@ fn start(min_bytes: usize) -> Result<Plan, String> {
 /// descriptors that the program cannot reach, in both fault modes. Numbers in the program's table
 /// could only be set apart while no other thread makes descriptors.
 fn start_in_child(parents: &Runtime) -> Result<Plan, String> {
-    let addresses_before = limits::addresses_of_program();
     let table = Table::private().map_err(|error| error.to_string())?;
-    let plan = table.run(|| build(Some(parents), Some(table.clone()), None))?;
-    let threads_to_come = plan.runtime.threads_to_come();
-    limits::begin(addresses_before, plan.addresses_ahead(), threads_to_come);
-    Ok(plan)
+    table.run(|| {
+        let addresses_before = limits::addresses_of_program();
+        let plan = build(Some(parents), Some(table.clone()), None)?;
+        let threads_to_come = plan.runtime.threads_to_come();
+        limits::begin(addresses_before, plan.addresses_ahead(), threads_to_come);
+        Ok(plan)
+    })
 }
 
 /// Reserves numbers that the program cannot close for descriptors, while the result lives.
@@ -310,11 +312,10 @@ fn build(
         None => Redundancy::None,
     };
     let is_ordinary = variable("AT_ONCE").is_none();
-    let starts_late = is_ordinary && may_start_late();
     let built = match parents {
-        Some(parents) => parents.of_child(starts_late),
+        Some(parents) => parents.of_child(is_ordinary && limits::leave_room_for_threads()),
         None => builder(redundancy, window.is_some())?
-            .starts_late(starts_late)
+            .starts_late(is_ordinary && may_start_late())
             .build(),
     };
     let runtime = built.map_err(|error| error.to_string())?;

@@ -16,7 +16,7 @@ use std::{
     mem::MaybeUninit,
     ops::Range,
     os::fd::{AsRawFd, FromRawFd, IntoRawFd, OwnedFd},
-    sync::atomic::{AtomicU32, Ordering},
+    sync::atomic::{AtomicI32, AtomicU32, Ordering},
 };
 
 use crate::{Inside, next::next, state};
@@ -30,6 +30,8 @@ const FIRST_MAX: u32 = 1024;
 
 static FIRST: AtomicU32 = AtomicU32::new(0);
 static END: AtomicU32 = AtomicU32::new(0);
+/// A number that is plugged. Negative before there is one.
+static PLUG: AtomicI32 = AtomicI32::new(-1);
 
 /// Numbers that new descriptors get while the window lives.
 pub(crate) struct Window {
@@ -107,7 +109,7 @@ impl Window {
             && plugged.contains(&(made.as_raw_fd() as u32))
         {
             // Closed with the program: the filter refuses to close it.
-            let _ = made.into_raw_fd();
+            PLUG.store(made.into_raw_fd(), Ordering::Relaxed);
         }
     }
 
@@ -134,6 +136,19 @@ impl Drop for Window {
 pub(crate) fn close(descriptor: u32) {
     // SAFETY: a descriptor of this library.
     unsafe { libc::syscall(libc::SYS_close_range, descriptor, descriptor, 0) };
+}
+
+/// Closes a descriptor with a protected number, and occupies the number again: the program could not
+/// close what it would get there. To be called in a child made by `fork`, while no other thread
+/// makes descriptors.
+pub(crate) fn plug_again(number: u32) {
+    close(number);
+    let plug = PLUG.load(Ordering::Relaxed);
+    if plug >= 0 {
+        // SAFETY: makes a descriptor, which is closed with the program. Without one, a later
+        // descriptor of the program's has the number, which is as before.
+        unsafe { libc::fcntl(plug, libc::F_DUPFD_CLOEXEC, number as c_int) };
+    }
 }
 
 /// Duplicates a descriptor. The copy has the lowest free number from `least` on.

@@ -14,13 +14,11 @@ use std::{
     ffi::c_void,
     mem::MaybeUninit,
     ptr::{self, NonNull},
-    sync::{
-        LazyLock,
-        atomic::{AtomicBool, AtomicUsize, Ordering},
-    },
+    sync::atomic::{AtomicBool, AtomicUsize, Ordering},
 };
 
-use farpage_signals::{Mutex, MutexGuard};
+use farpage_signals::Mutex;
+use farpage_vm::calls::system_call;
 use talc::{
     base::{Talc, binning::DefaultBinning},
     source::Manual,
@@ -35,7 +33,6 @@ use crate::{
 const SLOT_BYTES: usize = 32 << 20;
 /// Number of heaps: those of a process and of the processes that it was forked from.
 const SLOTS: usize = GENERATIONS;
-const BYTES: usize = SLOTS * SLOT_BYTES;
 
 /// Header before each allocation.
 #[repr(C, align(16))]
@@ -45,29 +42,69 @@ struct Before {
     layout: Layout,
 }
 
-static mut MEMORY: MaybeUninit<[u8; BYTES]> = MaybeUninit::uninit();
+/// Memory of the first slot.
+static mut MEMORY: MaybeUninit<[u8; SLOT_BYTES]> = MaybeUninit::uninit();
+/// Addresses of the slots' memory; 0 before a child has mapped its own.
+static STARTS: [AtomicUsize; SLOTS] = [const { AtomicUsize::new(0) }; SLOTS];
 
 type Heap = Talc<Manual, DefaultBinning>;
 
-static HEAP: LazyLock<Mutex<Heap>> = LazyLock::new(|| Mutex::new(heap_of(0)));
+/// Heap of this process's slot, from the first request on.
+static HEAP: Mutex<Option<Heap>> = Mutex::new(None);
 /// Slot of this process's heap; [`SLOTS`] if none is left.
 static SLOT: AtomicUsize = AtomicUsize::new(0);
 /// True once something was allocated in the slot.
 static IS_USED: AtomicBool = AtomicBool::new(false);
 
-/// Makes a heap of a slot that nobody uses. Without a slot the heap is empty.
+/// Makes a heap of a slot that nobody uses. Without memory the heap is empty.
 fn heap_of(slot: usize) -> Heap {
     let mut heap = Heap::new(Manual);
-    if let Some(start) = (slot < SLOTS).then_some(slot * SLOT_BYTES) {
-        // SAFETY: the slot lies in the memory, which is there until the process ends.
-        unsafe { heap.claim((&raw mut MEMORY).cast::<u8>().add(start), SLOT_BYTES) };
+    let start = match STARTS
+        .get(slot)
+        .map(|start| (start, start.load(Ordering::Relaxed)))
+    {
+        None => 0,
+        Some((place, 0)) => {
+            let start = if slot == 0 {
+                (&raw const MEMORY) as usize
+            } else {
+                map()
+            };
+            place.store(start, Ordering::Relaxed);
+            start
+        }
+        Some((_, start)) => start,
+    };
+    if start != 0 {
+        // SAFETY: memory that is there until the process ends.
+        unsafe { heap.claim(ptr::with_exposed_provenance_mut(start), SLOT_BYTES) };
     }
     heap
+}
+
+/// Maps memory for a slot. Returns 0 if there is none.
+fn map() -> usize {
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+    let access = (libc::PROT_READ | libc::PROT_WRITE) as usize;
+    let no_file = usize::MAX;
+    let args = [0, SLOT_BYTES, access, flags as usize, no_file, 0];
+    // SAFETY: replaces nothing.
+    let made = unsafe { system_call(libc::SYS_mmap, args) };
+    usize::try_from(made).unwrap_or(0)
 }
 
 /// True if this process has a slot.
 pub(crate) fn has_slot() -> bool {
     SLOT.load(Ordering::Relaxed) < SLOTS
+}
+
+/// Returns the slot of an allocation from here.
+fn slot_of(allocation: *mut c_void) -> Option<usize> {
+    let at = allocation as usize;
+    STARTS.iter().position(|start| {
+        let start = start.load(Ordering::Relaxed);
+        start != 0 && at.wrapping_sub(start) < SLOT_BYTES
+    })
 }
 
 /// Begins a child made by `fork`, in which it is the only thread.
@@ -76,11 +113,7 @@ pub(crate) fn begin_child() {
     let slot = (SLOT.load(Ordering::Relaxed) + usize::from(is_used)).min(SLOTS);
     SLOT.store(slot, Ordering::Relaxed);
     // SAFETY: this process has no other thread, and this one is not in the heap.
-    unsafe { HEAP.renew(heap_of(slot)) };
-}
-
-fn heap() -> MutexGuard<'static, Heap> {
-    HEAP.lock()
+    unsafe { HEAP.renew(None) };
 }
 
 /// True if this thread's requests are served from here: it works for the runtime, or starts a
@@ -108,7 +141,12 @@ fn find(bytes: usize, align: usize) -> *mut c_void {
     };
     IS_USED.store(true, Ordering::Relaxed);
     // SAFETY: not empty, since a header is part of it.
-    let Some(start) = (unsafe { heap().try_allocate(layout) }) else {
+    let made = unsafe {
+        let mut heap = HEAP.lock();
+        let heap = heap.get_or_insert_with(|| heap_of(SLOT.load(Ordering::Relaxed)));
+        heap.try_allocate(layout)
+    };
+    let Some(start) = made else {
         return ptr::null_mut();
     };
     // SAFETY: it has as many bytes, and `Before` lies just before what is handed out.
@@ -122,12 +160,7 @@ fn find(bytes: usize, align: usize) -> *mut c_void {
 
 /// True if `allocation` is from here.
 pub(crate) fn holds(allocation: *mut c_void) -> bool {
-    offset(allocation) < BYTES
-}
-
-/// Returns the offset of `allocation` in the memory, if it lies there.
-fn offset(allocation: *mut c_void) -> usize {
-    (allocation as usize).wrapping_sub((&raw const MEMORY) as usize)
+    slot_of(allocation).is_some()
 }
 
 /// Returns the bytes of `allocation`.
@@ -147,12 +180,14 @@ pub(crate) unsafe fn usable(allocation: *mut c_void) -> usize {
 /// # Safety
 /// As [`usable`].
 pub(crate) unsafe fn free(allocation: *mut c_void) {
-    let is_own = offset(allocation) / SLOT_BYTES == SLOT.load(Ordering::Relaxed);
+    let is_own = slot_of(allocation) == Some(SLOT.load(Ordering::Relaxed));
     if is_own && !state::is_forked() {
         // SAFETY: the caller's promise.
         unsafe {
             let before = allocation.cast::<Before>().sub(1).read();
-            heap().deallocate(before.start.as_ptr(), before.layout);
+            if let Some(heap) = HEAP.lock().as_mut() {
+                heap.deallocate(before.start.as_ptr(), before.layout);
+            }
         }
     }
 }

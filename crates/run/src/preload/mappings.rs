@@ -14,8 +14,11 @@
 //! - Protections and locks of ceded pages are the kernel's alone.
 
 use std::{
+    cell::UnsafeCell,
     ffi::{c_int, c_long},
+    mem,
     ops::Range,
+    ptr,
     sync::{
         PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
         atomic::{AtomicBool, Ordering},
@@ -62,25 +65,50 @@ impl Fact {
 /// Facts about all addresses of the arena.
 pub(crate) type Map = Ranges<Fact>;
 
-static MAP: RwLock<Map> = RwLock::new(Ranges::new());
+static MAP: Lock = Lock(UnsafeCell::new(RwLock::new(Ranges::new())));
 /// True once an address may be protected or locked: most calls on memory of `malloc` need no lock.
 static MAY_HAVE_SOME: AtomicBool = AtomicBool::new(false);
 
+/// The map's lock, which a child made by `fork` renews.
+struct Lock(UnsafeCell<RwLock<Map>>);
+
+// SAFETY: a lock, but for `renew`, whose caller is alone.
+unsafe impl Sync for Lock {}
+
+fn lock() -> &'static RwLock<Map> {
+    // SAFETY: only `renew` writes to the cell, while nobody has this reference.
+    unsafe { &*MAP.0.get() }
+}
+
+/// Makes the lock a free one, in a child made by `fork`: threads that only the parent has may hold
+/// it shared, as this thread does.
+///
+/// # Safety
+/// This process has no other thread, and no other hold is alive.
+pub(crate) unsafe fn renew(hold: RwLockReadGuard<'static, Map>) {
+    // SAFETY: the caller's promise; the map moves into the new lock, and the old one is not dropped.
+    unsafe {
+        let map = ptr::read(&raw const *hold);
+        mem::forget(hold);
+        MAP.0.get().write(RwLock::new(map));
+    }
+}
+
 /// Keeps the map from changing until the result is dropped. The caller holds signals back.
 pub(crate) fn look() -> RwLockReadGuard<'static, Map> {
-    MAP.read().unwrap_or_else(PoisonError::into_inner)
+    lock().read().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Keeps the map from changing, as [`look`] does. `None` while a call changes it, which may be one
 /// of this very thread's, stopped by a debugger.
 pub(crate) fn try_look() -> Option<RwLockReadGuard<'static, Map>> {
-    MAP.try_read().ok()
+    lock().try_read().ok()
 }
 
 /// Excludes all other calls on mappings of the arena until the result is dropped. The caller holds
 /// signals back.
 pub(crate) fn change() -> RwLockWriteGuard<'static, Map> {
-    MAP.write().unwrap_or_else(PoisonError::into_inner)
+    lock().write().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Makes later calls look for protections and locks.
@@ -96,7 +124,8 @@ pub(crate) fn is_all_plain() -> bool {
 /// True if some of `addresses` were ceded at a fork, in the child. Takes no lock that another
 /// thread of the parent may have held.
 pub(crate) fn was_ceded(addresses: &Range<usize>) -> bool {
-    MAP.try_read()
+    lock()
+        .try_read()
         .is_ok_and(|map| map.has(addresses, |fact| fact.is_ceded))
 }
 

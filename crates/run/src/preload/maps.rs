@@ -64,6 +64,7 @@ pub(crate) unsafe extern "C" fn mmap(
                 Err(errno) => failed(errno),
             };
         }
+        protect::say_of_inherited(address, bytes, protection);
     } else if is_plain
         && let Some(state) = arena::serves(bytes)
         && let Some(made) = map(state, bytes, protection, flags)

@@ -10,7 +10,7 @@ use std::{
     ffi::{c_char, c_int, c_void},
     mem,
     sync::{
-        RwLockWriteGuard,
+        RwLockReadGuard,
         atomic::{AtomicBool, Ordering},
     },
 };
@@ -67,16 +67,19 @@ pub(crate) unsafe extern "C" fn __register_atfork(
 fn register() {
     static HAS_BEGUN: AtomicBool = AtomicBool::new(false);
     if !HAS_BEGUN.swap(true, Ordering::Relaxed) {
-        farpage::fork::register();
+        // Before the handler of the runtime's, after which handlers of signals may run.
         // SAFETY: the handler may run at any fork.
         unsafe { libc::pthread_atfork(None, None, Some(begin_child)) };
+        farpage::fork::register();
     }
 }
 
-/// Begins a child made by `fork`, after its absent pages are caught. Calls without handlers
-/// (`_Fork`, raw ones) leave the C library's locks as they were: their children make no arena.
+/// Begins a child made by `fork`, while signals are held back, and touches local memory alone. Calls
+/// without handlers (`_Fork`, raw ones) leave the C library's locks as they were: their children
+/// make no arena.
 unsafe extern "C" fn begin_child() {
     if state::is_child() {
+        crate::forget_lines();
         share::begin_child();
         state::begin_child();
         local::begin_child();
@@ -121,7 +124,7 @@ pub(crate) fn begins() -> bool {
 #[derive(Default)]
 struct Holds {
     /// The map of arenas' addresses.
-    map: Option<RwLockWriteGuard<'static, Map>>,
+    map: Option<RwLockReadGuard<'static, Map>>,
     /// The records of the allocations of all arenas.
     records: [Option<ArenaHold<'static>>; GENERATIONS],
 }
@@ -162,7 +165,7 @@ pub(crate) fn end(in_child: bool) {
 /// Waits for calls that change mappings, and keeps others from beginning. Such a call waits
 /// for the end of the fork once reclaim is frozen, so that its lock is to be awaited before.
 fn freezing() {
-    let hold = state::newest().map(|_| mappings::change());
+    let hold = state::newest().map(|_| mappings::look());
     // SAFETY: this thread forks.
     unsafe { (*HELD.0.get()).map = hold };
 }
@@ -177,7 +180,12 @@ fn frozen() {
 
 fn ended(in_child: bool) {
     // SAFETY: this thread forks, or is the copy of the one that does.
-    drop(unsafe { mem::take(&mut *HELD.0.get()) });
+    let mut holds = unsafe { mem::take(&mut *HELD.0.get()) };
+    if in_child && let Some(map) = holds.map.take() {
+        // SAFETY: this thread is the only one.
+        unsafe { mappings::renew(map) };
+    }
+    drop(holds);
     if !in_child && state::get().is_some() {
         family::note_copied();
     }

@@ -277,8 +277,28 @@ unsafe fn protect_with(
             drop((map, inside));
             answer(changed)
         }
-        // SAFETY: the caller's promise.
-        _ => unsafe { libc::syscall(number, address, bytes, protection, key) as c_int },
+        _ => {
+            say_of_inherited(address, bytes, protection);
+            // SAFETY: the caller's promise.
+            unsafe { libc::syscall(number, address, bytes, protection, key) as c_int }
+        }
+    }
+}
+
+/// Says in a child made by `fork` that addresses without access, which its parent had reserved,
+/// become memory that no budget counts.
+pub(crate) fn say_of_inherited(address: *const c_void, bytes: usize, protection: c_int) {
+    if protection != libc::PROT_NONE
+        && let Some(addresses) = state::inherited(address, bytes)
+        && !Inside::is()
+    {
+        let _inside = Inside::enter();
+        let map = mappings::try_look();
+        if map.is_some_and(|map| map.has(&addresses, |fact| fact.protection == libc::PROT_NONE)) {
+            say_once(
+                "addresses that a process had reserved before its fork become local memory in the child, which no budget counts",
+            );
+        }
     }
 }
 

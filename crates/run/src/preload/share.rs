@@ -228,7 +228,7 @@ fn no(error: &Error) -> String {
 pub(crate) fn begin_child() {
     let connection = CONNECTION.swap(-1, Ordering::Relaxed);
     if connection >= 0 {
-        descriptors::close(connection as u32);
+        descriptors::plug_again(connection as u32);
     }
 }
 
