@@ -300,7 +300,8 @@ mod tests {
     }
 
     /// Freezes while other threads take pages out, until `enough` say so of the number of freezes
-    /// so far, and a page was out, for which threads may have to wait long. Returns the number of freezes at which a page was out.
+    /// so far, and a page was out, for which threads may have to wait long. Returns the number of
+    /// freezes at which a page was out.
     fn stress(waits: bool, enough: impl Fn(u64) -> bool + Sync) -> u64 {
         let pages = Pages {
             gate: ReclaimGate::new(RECLAIMERS),

@@ -138,8 +138,8 @@ pub(crate) fn close(descriptor: u32) {
     unsafe { libc::syscall(libc::SYS_close_range, descriptor, descriptor, 0) };
 }
 
-/// Closes a descriptor with a protected number, and occupies the number again: the program could not
-/// close what it would get there. To be called in a child made by `fork`, while no other thread
+/// Closes a descriptor with a protected number, and occupies the number again: the program could
+/// not close what it would get there. To be called in a child made by `fork`, while no other thread
 /// makes descriptors.
 pub(crate) fn plug_again(number: u32) {
     close(number);

@@ -86,7 +86,8 @@ fn lock() -> &'static RwLock<Map> {
 /// # Safety
 /// This process has no other thread, and no other hold is alive.
 pub(crate) unsafe fn renew(hold: RwLockReadGuard<'static, Map>) {
-    // SAFETY: the caller's promise; the map moves into the new lock, and the old one is not dropped.
+    // SAFETY: the caller's promise; the map moves into the new lock, and the old one is not
+    // dropped.
     unsafe {
         let map = ptr::read(&raw const *hold);
         mem::forget(hold);

@@ -74,9 +74,9 @@ fn register() {
     }
 }
 
-/// Begins a child made by `fork`, while signals are held back, and touches local memory alone. Calls
-/// without handlers (`_Fork`, raw ones) leave the C library's locks as they were: their children
-/// make no arena.
+/// Begins a child made by `fork`, while signals are held back, and touches local memory alone.
+/// Calls without handlers (`_Fork`, raw ones) leave the C library's locks as they were: their
+/// children make no arena.
 unsafe extern "C" fn begin_child() {
     if state::is_child() {
         crate::forget_lines();
