@@ -36,8 +36,8 @@ use crate::ranges::Ranges;
 const GROWN_BYTES: usize = 16 << 20;
 /// Time for which an agent may take to come, and to answer.
 const PATIENCE: Duration = Duration::from_secs(1);
-/// Time for which nothing is sent after an answer that no page has left, and for which pages wait
-/// for an agent that was called.
+/// Time for which nothing is sent after an answer that no page has left, and for which each page
+/// waits for an agent that was called.
 const REST: Duration = Duration::from_millis(100);
 /// Least and longest time between two looks at pages that a child shares: it doubles where none has
 /// become the child's own, as in pools of workers.
@@ -59,6 +59,8 @@ pub(super) struct Outgoing {
     bytes: usize,
     /// Bytes of all pages that were brought in.
     brought_bytes: usize,
+    /// Time of the last page that came while the agent was called and not there.
+    brought_at: Option<Instant>,
     /// Addresses that the child has dropped, and where nothing has been mapped since.
     pub(super) stale: Ranges<bool>,
     /// Addresses that are not the region's any more, whatever is mapped there. A page that has some
@@ -136,6 +138,9 @@ impl Outgoing {
     /// Notes that the page at `address` is present. `hash` is that of the view's bytes.
     pub(super) fn brought(&mut self, address: usize, bytes: usize, hash: Option<u128>) {
         self.brought_bytes += bytes;
+        if let Agent::Called(_) = self.agent {
+            self.brought_at = Some(Instant::now());
+        }
         if self.foreign.has(&(address..address + bytes), |it| it) {
             return;
         }
@@ -261,8 +266,9 @@ impl Outgoing {
         let has_agent = match &self.agent {
             Agent::Here(_, true) => !self.rests() && !self.sent.as_ref().is_some_and(is_late),
             Agent::Here(_, false) => true,
-            // A thread that waits for a page inside a system call runs no handler.
-            Agent::Called(since) => since.elapsed() < REST,
+            // A thread that waits for a page inside a system call runs no handler, so that pages
+            // come one by one.
+            Agent::Called(since) => self.brought_at.unwrap_or(*since).elapsed() < REST,
             Agent::NotCalled => self.wants_agent(),
             Agent::Gone(_) => false,
         };
@@ -299,6 +305,7 @@ impl Outgoing {
     /// Notes that the agent has been called.
     pub(super) fn has_called(&mut self) {
         self.agent = Agent::Called(Instant::now());
+        self.brought_at = None;
     }
 
     /// Takes the connection of the agent, of a child that has these parts of regions.
