@@ -90,11 +90,12 @@ pub fn seeds() -> Vec<Vec<u8>> {
             name: "squares".to_owned(),
             manifest: vec![1, 2, 3],
             extents: vec![ExtentId(1), ExtentId(u64::MAX)],
+            ballot: None,
+            keeps: true,
         },
-        Request::Prepare {
+        Request::Promise {
             name: "squares".to_owned(),
-            manifest: vec![1],
-            extents: vec![ExtentId(1)],
+            epoch: Default::default(),
         },
         Request::Stat,
         Request::Read {
@@ -143,11 +144,13 @@ pub fn seeds() -> Vec<Vec<u8>> {
             manifest: vec![1, 2, 3],
             extents: vec![lease; 2],
             versions: versions.clone(),
+            vote: Default::default(),
         },
         Response::Reading {
             manifest: vec![1, 2, 3],
             extents: vec![ExtentId(300)],
             leases: vec![lease],
+            vote: Default::default(),
         },
         Response::Versions(versions),
         Response::Stat(Box::new(ServerStat {

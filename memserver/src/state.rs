@@ -17,12 +17,14 @@
 //! Left to others: sockets and frames (`farpage_fabric::server`), when to stop ([`crate::Server`]).
 
 use std::{
+    hash::{BuildHasher, RandomState},
+    process,
     sync::{Arc, mpsc::Sender},
     time::{Duration, Instant},
 };
 
 use farpage_fabric::log::later;
-use farpage_wire::{ExtentId, SessionId};
+use farpage_wire::{ExtentId, ServerId, SessionId};
 use parking_lot::{Condvar, Mutex};
 use tracing::{info, warn};
 
@@ -76,7 +78,10 @@ impl State {
             limits,
             started: Instant::now(),
             leases: Leases::default(),
-            ledger: Mutex::default(),
+            ledger: Mutex::new(Ledger {
+                id: new_id(),
+                ..Ledger::default()
+            }),
             retained: Mutex::default(),
             tier: None,
             durable: None,
@@ -250,6 +255,12 @@ impl State {
             false => ledger.forget_extent(id),
         }
     }
+}
+
+/// Draws an identity that no other server has. The standard library's hashers have random keys.
+fn new_id() -> ServerId {
+    let half = || u128::from(RandomState::new().hash_one(process::id()));
+    ServerId(half() << 64 | half())
 }
 
 /// A session that has ended, to be logged and given back once the ledger is unlocked.

@@ -221,6 +221,8 @@ fn a_publication_of_millions_of_ids_takes_no_memory_and_no_time_of_others() {
             name: "x".to_owned(),
             manifest: vec![],
             extents: vec![extent.id; ids],
+            ballot: None,
+            keeps: false,
         })
         .unwrap()
     };

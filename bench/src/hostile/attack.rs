@@ -407,6 +407,8 @@ impl Attacker {
                     name: "squares".to_owned(),
                     manifest: vec![7; 64],
                     extents: vec![ExtentId(self.guess()); 64],
+                    ballot: None,
+                    keeps: false,
                 },
                 _ => Request::Remove {
                     name: "squares".to_owned(),

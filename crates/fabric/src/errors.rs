@@ -173,6 +173,16 @@ pub enum PublishError {
         /// Name of the region.
         name: String,
     },
+    /// A later writer has taken the name over, while this one was cut off.
+    #[error(
+        "another client has opened region `{name}` on {endpoint} for writing since, while this one was cut off: close it, and open it again"
+    )]
+    Outdated {
+        /// The server's endpoint.
+        endpoint: String,
+        /// Name of the region.
+        name: String,
+    },
     /// The server does not answer, and the request was not sent. The name keeps its former binding.
     #[error(transparent)]
     NotAsked(ControlError),
@@ -198,6 +208,14 @@ pub enum OpenNameError {
         "region `{name}` on {endpoint} is in use by another client: it can be opened when that client closes it"
     )]
     InUse {
+        /// The server's endpoint.
+        endpoint: String,
+        /// Name of the region.
+        name: String,
+    },
+    /// Several servers hold the name, and forget it together.
+    #[error("region `{name}` on {endpoint} is held by several servers, which forget it together")]
+    Shared {
         /// The server's endpoint.
         endpoint: String,
         /// Name of the region.

@@ -10,7 +10,10 @@ use std::{
     time::Duration,
 };
 
-use farpage_wire::{ExtentId, ExtentRange, Persistence, PublicKey, Secret, ServerStat, SessionId};
+use farpage_wire::{
+    ExtentId, ExtentRange, Persistence, PublicKey, Secret, ServerStat, SessionId,
+    register::{Answer, Ballot, Epoch},
+};
 pub use farpage_wire::{NamedRegion, Refusal, VersionRead, Versions};
 use serde::{Deserialize, Serialize};
 
@@ -112,6 +115,30 @@ pub struct OpenedRegion {
     pub extents: Vec<Arc<ExtentMemory>>,
     /// Number of the opened version, and the older versions that are still read.
     pub versions: Versions,
+    /// The host, and what it remembers of the name's writers.
+    pub vote: Answer,
+}
+
+/// A binding of a name that a session proposes.
+#[derive(Clone, Debug)]
+pub struct Proposal<'a> {
+    /// Manifest of the region, opaque to the host.
+    pub manifest: Vec<u8>,
+    /// Extents of the session that live as long as the name.
+    pub extents: &'a [ExtentId],
+    /// Number and holders of the binding. `None`: others hold it.
+    pub ballot: Option<Ballot>,
+    /// True if the extents of the version before stay until the next proposal.
+    pub keeps: bool,
+}
+
+/// A binding that a host has accepted.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Bound {
+    /// The new version, and the older ones that are still read.
+    pub versions: Versions,
+    /// True if the name keeps extents that this version lacks.
+    pub keeps_more: bool,
 }
 
 /// A version of a named region, opened for reading.
@@ -122,6 +149,8 @@ pub struct OpenedVersion {
     /// Extents that the manifest refers to: each one's id in the manifest, and the reader's own
     /// lease of it, a [view](ExtentMemory::view) that takes READs alone.
     pub extents: Vec<(ExtentId, Arc<ExtentMemory>)>,
+    /// The host, and what it remembers of the version's writer.
+    pub vote: Answer,
 }
 
 /// Client that asks about names.
@@ -195,8 +224,12 @@ pub trait Host: Send + Sync + 'static {
     /// holds as long as the session does, also after a resumption.
     fn identify(&self, session: SessionId, key: PublicKey) -> Result<(), Refusal>;
     /// Holds a name for the session. No other session may hold it, and unless `replace` it must not
-    /// be bound. Its binding stays as it is.
-    fn claim(&self, _session: SessionId, _name: &str, _replace: bool) -> Result<(), Refusal> {
+    /// be bound. Its binding stays as it is. Returns what the host remembers of the name's writers.
+    fn claim(&self, _session: SessionId, _name: &str, _replace: bool) -> Result<Answer, Refusal> {
+        Err(lends_by_name())
+    }
+    /// Promises to accept no binding of a name that the session holds from a writer before `epoch`.
+    fn promise(&self, _session: SessionId, _name: &str, _epoch: Epoch) -> Result<(), Refusal> {
         Err(lends_by_name())
     }
     /// Ends a claim. An unbound name is free again.
@@ -219,29 +252,30 @@ pub trait Host: Send + Sync + 'static {
     }
     /// Binds a name to a manifest and extents of the session, and replaces an earlier binding
     /// atomically. A host that keeps names on a disk binds the name there as well. Either the
-    /// session holds the name, or the name is not bound. Returns the number of the new version, and
-    /// the older ones that are still read.
-    fn publish(
+    /// session holds the name, or the name is not bound.
+    fn bind(
         &self,
         _session: SessionId,
         _name: &str,
-        _manifest: Vec<u8>,
-        _extents: &[ExtentId],
-    ) -> Result<Versions, Refusal> {
+        _proposal: Proposal<'_>,
+    ) -> Result<Bound, Refusal> {
         Err(lends_by_name())
     }
-    /// Publishes a name before another server binds it to the region. Extents of the version before
-    /// stay with the name until the next [`publish`](Self::publish). True if there are some that
-    /// this version lacks.
-    fn prepare(
+    /// [Binds](Self::bind) a name whose binding nobody else holds.
+    fn publish(
         &self,
         session: SessionId,
         name: &str,
         manifest: Vec<u8>,
         extents: &[ExtentId],
-    ) -> Result<bool, Refusal> {
-        self.publish(session, name, manifest, extents)
-            .map(|_| false)
+    ) -> Result<Versions, Refusal> {
+        let proposal = Proposal {
+            manifest,
+            extents,
+            ballot: None,
+            keeps: false,
+        };
+        (self.bind(session, name, proposal)).map(|bound| bound.versions)
     }
     /// Opens a named region for writing. No other session can, until this one closes or releases
     /// the extents. `serial` is as for [`grant`](Self::grant).

@@ -42,8 +42,8 @@ pub use errors::{AllocError, ConnectError, ControlError, OpenNameError, PublishE
 pub use exchange::areas;
 pub use farpage_wire::{
     Atomic, Durability, Endpoint, EndpointError, ExtentId, ExtentRange, Limit, MAX_OP_BYTES,
-    NamedRegion, Persistence, PublicKey, Secret, ServerStat, SessionId, VersionRead, Versions,
-    debug_as_display,
+    NamedRegion, Persistence, PublicKey, Secret, ServerId, ServerStat, SessionId, VersionRead,
+    Versions, debug_as_display, register,
 };
 pub use link::Link;
 pub use options::{RdmaOptions, SessionOptions};

@@ -54,7 +54,7 @@ impl SimSession {
         if let Some(reason) = self.server.silence() {
             return Err(RequestError::NotAsked(reason));
         }
-        let is_lost = matches!(request, Request::Publish { .. } | Request::Prepare { .. })
+        let is_lost = matches!(request, Request::Publish { .. })
             && self.server.lose_answer.swap(false, Ordering::Relaxed);
         match answer(&*self.server.host, self.id, request) {
             Ok(_) if is_lost => Err(RequestError::Disconnected("the answer was lost".to_owned())),

@@ -146,9 +146,9 @@ impl Builder {
         self
     }
 
-    /// Sets how pages of remote regions without a name outlive the death of servers: copies on
-    /// several servers, or parity. Such regions may set their own. Regions with a
-    /// [name](crate::RegionOptions::name) have one copy of each page.
+    /// Sets how pages of remote regions outlive the death of servers: copies on several servers, or
+    /// parity. Regions may set their own. Regions with a [name](crate::RegionOptions::name) have one
+    /// copy of each page where this default is parity.
     ///
     /// `FARPAGE_REDUNDANCY` (`none`, `copies=2` to `copies=4`, `parity=2+1` to `parity=8+2`).
     /// Default: none, one server.

@@ -44,10 +44,12 @@ impl RegionOptions {
         let (remote, paging) = (&defaults.remote, &defaults.paging);
         self.page_bytes = self.page_bytes.or(defaults.page_bytes);
         self.remote.codec = self.remote.codec.or(remote.codec);
-        // A name is kept by one server.
-        if self.remote.name.is_none() {
-            self.remote.redundancy = self.remote.redundancy.or(remote.redundancy);
-        }
+        // Named regions have no parity.
+        let is_possible = |it: &Redundancy| {
+            self.remote.name.is_none() || !matches!(it, Redundancy::Parity { .. })
+        };
+        let default = remote.redundancy.filter(is_possible);
+        self.remote.redundancy = self.remote.redundancy.or(default);
         self.paging.read_ahead = self.paging.read_ahead.or(paging.read_ahead);
         self.paging.no_direct_io = self.paging.no_direct_io.or(paging.no_direct_io);
     }
@@ -96,9 +98,9 @@ impl RegionOptions {
     }
 
     /// Sets how pages outlive the death of servers: [copies](Redundancy::Copies) on several
-    /// servers, or [parity](Redundancy::Parity). Default: the runtime's for a region without a
-    /// name, and one copy for a [named](Self::name) one, which is refused with more. Does nothing
-    /// for a region with a store of its own.
+    /// servers, or [parity](Redundancy::Parity). A [named](Self::name) region may have copies, and
+    /// is refused with parity. Default: the runtime's, but one copy for a named region where that
+    /// is parity. Does nothing for a region with a store of its own.
     pub fn redundancy(mut self, redundancy: Redundancy) -> Self {
         self.remote.redundancy = Some(redundancy);
         self

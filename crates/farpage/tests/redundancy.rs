@@ -355,17 +355,11 @@ fn copies_that_cannot_be_kept_are_refused() {
         )
     };
     assert!(is_few(&error), "{error}");
-    // The runtime's copies are a default for regions without a name.
     let named = RegionOptions::new().name("kept");
+    let parity = Redundancy::Parity { data: 2, parity: 1 };
     let error = runtime
-        .array_with::<u64>(MIB, named.clone().redundancy(Redundancy::Copies(2)))
+        .array_with::<u64>(MIB, named.redundancy(parity))
         .map(drop)
         .unwrap_err();
-    assert!(error.to_string().contains("redundancy none"), "{error}");
-    runtime
-        .array_with::<u64>(MIB, named)
-        .unwrap()
-        .close()
-        .unwrap();
-    runtime.remove("kept").unwrap();
+    assert!(error.to_string().contains("cannot have parity"), "{error}");
 }

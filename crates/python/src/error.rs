@@ -171,7 +171,7 @@ pub(crate) fn create(py: Python<'_>, error: &CreateError) -> PyErr {
             | StoreCreateError::Redundancy { .. }
             | StoreCreateError::TooFewServers { .. }
             | StoreCreateError::Mixed { .. }
-            | StoreCreateError::NamedCopies { .. },
+            | StoreCreateError::NamedParity { .. },
         )
         | CreateError::Name(_)
         | CreateError::Shape { .. } => PyValueError::new_err(text),

@@ -239,23 +239,31 @@ impl Cluster {
         (pools.iter()).map(|pool| pool.memory_bytes()).sum()
     }
 
-    /// Returns the pools whose pages are on more than one server.
+    /// Returns the pools whose pages are on more than one server, and are written.
     pub(crate) fn pools_with_copies(&self) -> Vec<Arc<SlotPool>> {
         if !self.has_copies() {
             return Vec::new();
         }
-        let pools = self.pools.lock();
-        let pools = pools.values().filter(|pool| pool.has_copies());
-        pools.cloned().collect()
+        let shared = self.shared_pools().into_iter();
+        let pools = shared.filter(|pool| pool.has_copies());
+        pools.chain(self.named_with_copies()).collect()
     }
 
     /// Returns the pools that repairs look after: those with copies, and while servers leave all
     /// that regions share.
     pub(crate) fn pools_to_repair(&self) -> Vec<Arc<SlotPool>> {
         match self.health.any_leaving() {
-            true => self.shared_pools(),
+            true => (self.shared_pools().into_iter())
+                .chain(self.named_with_copies())
+                .collect(),
             false => self.pools_with_copies(),
         }
+    }
+
+    /// Returns the pools of named regions with copies that are open for writing.
+    fn named_with_copies(&self) -> impl Iterator<Item = Arc<SlotPool>> {
+        let own = self.own_pools().into_iter();
+        own.filter(|pool| pool.has_copies() && pool.is_written_whole())
     }
 
     /// Returns the pools that regions share.
@@ -280,12 +288,20 @@ impl Cluster {
         &self,
         ports: impl IntoIterator<Item = usize>,
         purpose: Purpose,
+        redundancy: Redundancy,
     ) -> Arc<SlotPool> {
-        let pool = Arc::new(self.new_pool(ports, purpose, Redundancy::None));
+        self.note_copies(redundancy);
+        let pool = Arc::new(self.new_pool(ports, purpose, redundancy));
         let mut own = self.own_pools.lock();
         own.retain(|pool| pool.strong_count() > 0);
         own.push(Arc::downgrade(&pool));
         pool
+    }
+
+    fn note_copies(&self, redundancy: Redundancy) {
+        if redundancy.copies() > 1 {
+            self.has_copies.store(true, Ordering::Relaxed);
+        }
     }
 
     fn new_pool(
@@ -309,9 +325,7 @@ impl Cluster {
 
     /// Returns the pool of regions with these properties.
     pub(crate) fn shared_pool(&self, key: PoolKey) -> Arc<SlotPool> {
-        if key.redundancy.copies() > 1 {
-            self.has_copies.store(true, Ordering::Relaxed);
-        }
+        self.note_copies(key.redundancy);
         let ports = 0..self.sessions.len();
         let new = || self.new_pool(ports, Purpose::Shared, key.redundancy);
         (self.pools.lock().entry(key))

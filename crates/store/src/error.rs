@@ -256,13 +256,25 @@ pub enum CreateError {
         /// The error of the system.
         r#source: std::io::Error,
     },
-    /// The region has a name, and is to have copies.
-    #[error(
-        "region `{name}` cannot have copies on several servers: names are kept by one server each; create it with redundancy none, or without a name"
-    )]
-    NamedCopies {
+    /// The region has a name, and is to have parity.
+    #[error("region `{name}` cannot have parity: create it with copies, or without a name")]
+    NamedParity {
         /// The name.
         name: String,
+    },
+    /// Too few of the servers that hold the name of the region to be replaced answer.
+    #[error(
+        "region `{name}` cannot be replaced: {have} of the servers that hold its name agree, and {need} are needed ({reason})"
+    )]
+    Holders {
+        /// The name.
+        name: String,
+        /// Number of servers that agree.
+        have: usize,
+        /// Number of servers that are needed.
+        need: usize,
+        /// The first server's answer.
+        reason: String,
     },
     /// The process has no room for the page table.
     #[error(transparent)]
@@ -387,6 +399,31 @@ pub enum PublishStoreError {
         /// The server's answer.
         r#source: farpage_fabric::ControlError,
     },
+    /// Too few of the servers that hold the name have taken the new version. Either version may be
+    /// found until the next one is published.
+    #[error(
+        "publishing region `{name}`: {have} servers have taken the new version, and {need} are needed ({reason}): flush again when they answer, or close the region and open it again"
+    )]
+    Holders {
+        /// The name.
+        name: String,
+        /// Number of servers that have the new version.
+        have: usize,
+        /// Number of servers that are needed.
+        need: usize,
+        /// The first server's answer.
+        reason: String,
+    },
+    /// Pages of the region are lost: no server has a copy any more.
+    #[error(
+        "publishing region `{name}`: pages of it are on {endpoints} alone, where no complete copy is left: the version before stays"
+    )]
+    Lost {
+        /// The name.
+        name: String,
+        /// Endpoints of the servers.
+        endpoints: String,
+    },
     /// A server would not bind the name.
     #[error("publishing region `{name}`: {source}")]
     Publish {
@@ -450,6 +487,22 @@ pub enum OpenStoreError {
         /// The server's answer.
         r#source: farpage_fabric::PublishError,
     },
+    /// Too few of the servers that hold the name answer, so that a newer version may exist.
+    #[error(
+        "region `{name}` cannot be opened: {have} of the servers that hold its name agree, and {need} are needed{missing}: add or start them with their names; if they are gone for good, adopt the region (`Runtime::adopt`), or open it for reading; {writing}"
+    )]
+    Holders {
+        /// The name.
+        name: String,
+        /// Number of holders that agree.
+        have: usize,
+        /// Number of holders that are needed.
+        need: usize,
+        /// Servers that do not answer, with their reasons, for people.
+        missing: String,
+        /// Note on publications under way, for people.
+        writing: &'static str,
+    },
     /// The region's pages lie on a server that the runtime does not have.
     #[error(
         "region `{name}` also lies on {endpoint}, which this runtime does not use: add that server"
@@ -459,6 +512,22 @@ pub enum OpenStoreError {
         name: String,
         /// The server's endpoint.
         endpoint: String,
+    },
+    /// The last version could not be made the only one. The region is as it was.
+    #[error("opening region `{name}` for writing: {source}")]
+    Complete {
+        /// The name.
+        name: String,
+        /// The failure to publish the version again.
+        r#source: Box<PublishStoreError>,
+    },
+    /// The thread that makes lost copies anew could not be started.
+    #[error("opening region `{name}`: cannot start the thread that repairs copies: {source}")]
+    Repairs {
+        /// The name.
+        name: String,
+        /// The system's error.
+        r#source: std::io::Error,
     },
     /// The region is fully reserved, and the servers would not grant what it lacks.
     #[error("no remote memory for region `{name}`: {source}")]

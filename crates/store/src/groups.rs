@@ -236,9 +236,11 @@ impl GroupTable {
         (!groups.closed).then(|| groups.add(group))
     }
 
-    /// Takes a group out. The index may be used again.
-    pub(crate) fn remove(&self, index: u32) -> ExtentGroup {
-        self.0.write().expect(NO_PANIC).remove(index)
+    /// Takes a group out. The index may be used again. `None` after [`close`](Self::close), which
+    /// has taken all out.
+    pub(crate) fn remove(&self, index: u32) -> Option<ExtentGroup> {
+        let mut groups = self.0.write().expect(NO_PANIC);
+        (!groups.closed).then(|| groups.remove(index))
     }
 
     /// Takes all groups out for good.

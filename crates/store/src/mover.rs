@@ -17,7 +17,7 @@ use farpage_fabric::{
 use nix::poll::PollTimeout;
 
 use crate::{
-    groups::{Member, SetView},
+    groups::{ExtentGroup, Member, SetView},
     parity::{add_product, positions},
     place::SlotPlace,
     pool::SlotPool,
@@ -141,18 +141,68 @@ impl<'a> Mover<'a> {
         self.doubtful.contains(&extent)
     }
 
-    pub(crate) fn read(&mut self, place: SlotPlace, len: usize) -> Result<RegBuf, MoveError> {
-        let buf = self.buffer(len)?;
-        let extent = self.pool.extent(place);
-        self.transfer(Verb::Read, (place.server, extent), place.offset, buf)
+    /// Reads a place from the first of its Good copies that has the right bytes. `None` if none of
+    /// those that can be read has.
+    ///
+    /// # Errors
+    /// That of the last copy that cannot be read, if there is one.
+    pub(crate) fn read_right(
+        &mut self,
+        place: SlotPlace,
+        len: usize,
+        is_right: impl Fn(&[u8]) -> bool,
+    ) -> Result<Option<RegBuf>, MoveError> {
+        let group = self.pool.group(place);
+        let mut failure = None;
+        for (_, member) in group.iter().flat_map(ExtentGroup::good) {
+            match self.read_piece((member.server, member.id), place.offset, len) {
+                Ok(buf) if is_right(buf.as_ref()) => return Ok(Some(buf)),
+                Ok(_) => {}
+                Err((server, error)) => {
+                    if error.is_silence() {
+                        self.pool.failed(server);
+                    }
+                    failure = Some(error);
+                }
+            }
+        }
+        failure.map_or(Ok(None), Err)
     }
 
-    pub(crate) fn write(&mut self, place: SlotPlace, piece: &[u8]) -> Result<(), MoveError> {
+    /// Writes a place in all of its Good copies that answer. The others are no longer Good.
+    ///
+    /// # Errors
+    /// That of the last copy, if none is complete.
+    pub(crate) fn write_copies(&mut self, place: SlotPlace, piece: &[u8]) -> Result<(), MoveError> {
         let mut buf = self.buffer(piece.len())?;
         buf.as_mut().copy_from_slice(piece);
-        let extent = self.pool.extent(place);
-        self.transfer(Verb::Write, (place.server, extent), place.offset, buf)
-            .map(drop)
+        let group = self
+            .pool
+            .group(place)
+            .expect("an allocated slot has a group");
+        let (mut done, mut failure) = (0, None);
+        for (at, member) in group.good() {
+            let extent = (member.server, member.id);
+            match self.write_piece(extent, place.offset, buf) {
+                Ok(back) => {
+                    buf = back;
+                    done |= 1 << at;
+                }
+                Err((server, error)) => {
+                    if error.is_silence() {
+                        self.pool.failed(server);
+                    }
+                    failure = Some(error);
+                    buf = self.buffer(piece.len())?;
+                    buf.as_mut().copy_from_slice(piece);
+                }
+            }
+        }
+        match failure {
+            None => Ok(()),
+            Some(_) if self.pool.has_copies() && self.pool.settle_copies(place, done) => Ok(()),
+            Some(error) => Err(error),
+        }
     }
 
     /// Copies pieces of an extent, each given by its start and length, to another extent: at most

@@ -6,10 +6,15 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
-use farpage_fabric::{ControlError, OpenNameError, Persistence, PublishError, Session, log::later};
+use farpage_fabric::{
+    ControlError, OpenNameError, Persistence, PublishError, Session, log::later, register,
+};
 use farpage_signals::Mutex;
 
-use crate::{Cluster, CreateError, MixedServersError};
+use crate::{
+    Cluster, CreateError, MixedServersError,
+    named::{Asked, Turn, Undecided},
+};
 
 farpage_wire::debug_as_display!(NamesError);
 
@@ -48,12 +53,12 @@ impl Claim {
         })
     }
 
-    /// Holds the name of a new region on all servers.
+    /// Holds the name of a new region on all servers. Returns their answers.
     pub(crate) fn on_all(
         cluster: &Arc<Cluster>,
         name: &str,
         replace: bool,
-    ) -> Result<Self, CreateError> {
+    ) -> Result<(Self, Vec<Asked>), CreateError> {
         check_disks(&cluster.name_sessions()).map_err(|source| CreateError::Mixed {
             name: name.to_owned(),
             source,
@@ -61,11 +66,11 @@ impl Claim {
         let claim = Self::here(cluster, name).ok_or_else(|| CreateError::Held {
             name: name.to_owned(),
         })?;
-        claim.take(replace).map_err(|error| match error {
+        let asked = claim.take(replace, |_| true).map_err(|error| match error {
             PublishError::InUse { endpoint, name } => CreateError::InUse { name, endpoint },
             error => CreateError::Claim(error),
         })?;
-        Ok(claim)
+        Ok((claim, asked))
     }
 
     pub(crate) fn name(&self) -> &str {
@@ -81,14 +86,22 @@ impl Claim {
         }
     }
 
-    /// Holds the name on all servers until [`let_go`](Self::let_go), also on those without pages of
-    /// the region.
-    pub(crate) fn take(&self, replace: bool) -> Result<(), PublishError> {
-        for session in &self.cluster.name_sessions() {
-            session.claim(&self.name, replace)?;
-            self.opened(session);
+    /// Holds the name on all servers that are `wanted` until [`let_go`](Self::let_go), also on those
+    /// without pages of the region. Returns their answers.
+    pub(crate) fn take(
+        &self,
+        replace: bool,
+        wanted: impl Fn(&Arc<Session>) -> bool,
+    ) -> Result<Vec<Asked>, PublishError> {
+        let mut asked = Vec::new();
+        for session in self.cluster.name_sessions() {
+            if wanted(&session) {
+                let answer = session.claim(&self.name, replace)?;
+                self.opened(&session);
+                asked.push((session, answer));
+            }
         }
-        Ok(())
+        Ok(asked)
     }
 
     /// Lets other clients have the name. Published versions stay.
@@ -168,6 +181,20 @@ pub enum NamesError {
         /// The server's answer.
         r#source: OpenNameError,
     },
+    /// Too few of the servers that hold the name have removed it.
+    #[error(
+        "removing region `{name}`: {have} of the servers that hold its name agree, and {need} are needed ({reason}): remove it again when they answer"
+    )]
+    Holders {
+        /// The name.
+        name: String,
+        /// Number of servers that agree.
+        have: usize,
+        /// Number of servers that are needed.
+        need: usize,
+        /// The first server's answer.
+        reason: String,
+    },
     /// A server did not tell its names.
     #[error(transparent)]
     List(#[from] ControlError),
@@ -213,7 +240,7 @@ impl Cluster {
     pub fn remove(self: &Arc<Self>, name: &str) -> Result<(), NamesError> {
         // Servers would remove a name under an open region of this cluster: holding it prevents
         // that.
-        let _held = Claim::here(self, name).ok_or_else(|| NamesError::Held {
+        let held = Claim::here(self, name).ok_or_else(|| NamesError::Held {
             name: name.to_owned(),
         })?;
         let mut found = false;
@@ -224,6 +251,7 @@ impl Cluster {
                 Err(OpenNameError::InUse { endpoint, name }) => {
                     return Err(NamesError::InUse { name, endpoint });
                 }
+                Err(OpenNameError::Shared { .. }) => return self.remove_shared(&held),
                 Err(source) => {
                     return Err(NamesError::Remove {
                         name: name.to_owned(),
@@ -233,6 +261,70 @@ impl Cluster {
             }
         }
         match found {
+            true => Ok(()),
+            false => Err(NamesError::NotFound {
+                name: name.to_owned(),
+            }),
+        }
+    }
+
+    /// Forgets a region whose name several servers hold: a tombstone takes its place, so that a
+    /// holder that comes back with it later does not bring it back. Once all holders have the
+    /// tombstone, it goes, too.
+    fn remove_shared(self: &Arc<Self>, claim: &Claim) -> Result<(), NamesError> {
+        let name = claim.name();
+        let undecided = |have, need, reason| NamesError::Holders {
+            name: name.to_owned(),
+            have,
+            need,
+            reason,
+        };
+        let answers = |session: &Arc<Session>| session.loss(false).is_none();
+        let (mut asked, mut silent) = (Vec::new(), None);
+        for session in self.name_sessions() {
+            if !answers(&session) {
+                continue;
+            }
+            match session.claim(name, true) {
+                Ok(answer) => {
+                    claim.opened(&session);
+                    asked.push((session, answer));
+                }
+                Err(PublishError::InUse { endpoint, name }) => {
+                    return Err(NamesError::InUse { name, endpoint });
+                }
+                Err(error) => _ = silent.get_or_insert(error),
+            }
+        }
+        let heard: Vec<_> = asked.iter().map(|(_, answer)| answer.clone()).collect();
+        let before = match register::to_write(&heard) {
+            Ok(newest) => newest.map_or(Vec::new(), |it| it.holders.clone()),
+            Err(missing) => {
+                let reason = silent.map_or_else(String::new, |error| error.to_string());
+                return Err(undecided(missing.have, missing.need, reason));
+            }
+        };
+        let is_region = |(_, it): &register::Answer| it.accepted.is_some() && !it.is_removed();
+        let was_there = heard.iter().any(is_region);
+        asked.retain(|(_, (id, _))| before.contains(id));
+        let failed = |it: Undecided| {
+            let reason = it.error.map_or_else(String::new, |error| error.to_string());
+            undecided(it.have, it.need, reason)
+        };
+        let turn = Turn::begin(name, &asked, &before, 1).map_err(failed)?;
+        let nothing = |_: &Arc<Session>| (Vec::new(), Vec::new());
+        let accepted = turn.propose(true, |_| true, nothing).map_err(failed)?;
+        let is_everywhere = accepted.len() == before.len();
+        for session in accepted.iter().map(|it| &it.session) {
+            let removed = is_everywhere.then(|| session.remove(name));
+            if let Some(Err(error)) = removed {
+                let (endpoint, name) = (session.endpoint().clone(), name.to_owned());
+                later(move || {
+                    tracing::warn!(%endpoint, name, %error, "the tombstone of a name stays");
+                });
+            }
+        }
+        match was_there {
             true => Ok(()),
             false => Err(NamesError::NotFound {
                 name: name.to_owned(),

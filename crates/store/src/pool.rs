@@ -78,6 +78,10 @@ pub(crate) struct SlotPool {
     owed: Mutex<Vec<(u8, ExtentId)>>,
     /// Bytes that were copied to replace lost copies.
     repaired_bytes: AtomicU64,
+    /// True once all slots in use are known: what looks like a hole is one.
+    is_whole: AtomicBool,
+    /// Held while a publication names the members of groups, or one is replaced.
+    members: Mutex<()>,
     /// Held while servers are asked for memory. The last refusal, and its time.
     growing: Mutex<Option<(Instant, AllocError)>>,
     /// True while a thread that asks for memory runs.
@@ -127,6 +131,7 @@ impl SlotPool {
         held_bytes: Arc<AtomicU64>,
     ) -> Self {
         Self {
+            is_whole: AtomicBool::new(matches!(purpose, Purpose::Shared)),
             purpose,
             snapshots: Snapshots::new(held_bytes),
             arenas: Roster::new(servers.iter().map(|_| new_arena())),
@@ -146,6 +151,7 @@ impl SlotPool {
             differing: AtomicU64::new(0),
             owed: Mutex::default(),
             repaired_bytes: AtomicU64::new(0),
+            members: Mutex::default(),
             growing: Mutex::new(None),
             is_growing: AtomicBool::new(false),
             ended: AtomicU64::new(0),
@@ -186,6 +192,16 @@ impl SlotPool {
     /// True if the pool belongs to one region, and ends with it.
     pub(crate) fn is_own(&self) -> bool {
         !matches!(self.purpose, Purpose::Shared)
+    }
+
+    /// Notes that all slots in use are known: repairs may copy the rest of an extent from now on.
+    pub(crate) fn set_whole(&self) {
+        self.is_whole.store(true, Ordering::Release);
+    }
+
+    /// True if this is the pool of a region that is written, and all slots in use are known.
+    pub(crate) fn is_written_whole(&self) -> bool {
+        self.is_whole.load(Ordering::Acquire) && !matches!(self.purpose, Purpose::Reading)
     }
 
     /// Returns the readers of older versions, for a named region that is open for writing.
@@ -244,6 +260,7 @@ impl SlotPool {
     }
 
     /// Returns server and id of every extent of a pool without copies, by index.
+    #[cfg(test)]
     pub(crate) fn extents(&self) -> Vec<Option<(u8, ExtentId)>> {
         let home = |group: ExtentGroup| group.member(0).map(|home| (home.server, home.id));
         let groups = self.groups.all().into_iter();
@@ -296,11 +313,6 @@ impl SlotPool {
         self.settle_ended(slots.len());
     }
 
-    /// Adds an extent and returns its index; `None` after [`release_all`](Self::release_all).
-    pub(crate) fn add(&self, server: u8, id: ExtentId, bytes: u64) -> Option<u32> {
-        self.add_group(server, ExtentGroup::new(1, bytes, [(server, id)]))
-    }
-
     /// Adds a group of extents to an arena, and returns its index.
     fn add_group(&self, arena: u8, group: ExtentGroup) -> Option<u32> {
         let index = self.groups.add(group)?;
@@ -312,12 +324,6 @@ impl SlotPool {
         drop(arena);
         self.grants.fetch_add(1, Ordering::Release);
         Some(index)
-    }
-
-    /// True if the place is on an extent of this pool, which is one without copies.
-    pub(crate) fn has_extent_of(&self, place: SlotPlace) -> bool {
-        let home = self.groups.home(place.extent);
-        home.is_some_and(|(server, _)| server == place.server)
     }
 
     /// Gives surplus extents to their servers when a region without a reservation ends.
@@ -342,7 +348,9 @@ impl SlotPool {
             let held_bytes = self.snapshots.held_bytes_on(server);
             let surplus = arena.lock().take_surplus(held_bytes);
             for index in surplus {
-                self.release_group(&self.groups.remove(index));
+                if let Some(group) = self.groups.remove(index) {
+                    self.release_group(&group);
+                }
             }
         }
     }
@@ -378,6 +386,8 @@ impl SlotPool {
     /// Gives all extents back: the end of a region with a pool of its own. An extent that a server
     /// grants from here on goes back at once.
     pub(crate) fn release_all(&self) {
+        // A member that is being replaced is in no table.
+        let _fixed = self.members.lock();
         for group in self.groups.close().into_iter().flatten() {
             self.release_group(&group);
         }

@@ -13,11 +13,15 @@ use std::{
     },
 };
 
-use farpage_fabric::{AllocError, Versions};
+use farpage_fabric::AllocError;
 use farpage_signals::{Mutex, MutexGuard};
 
 use crate::{
-    groups::NO_PANIC, place::SlotSpan, pool::SlotPool, readers::PackedPlaces, slots::GRANULE_BYTES,
+    groups::NO_PANIC,
+    place::SlotSpan,
+    pool::SlotPool,
+    readers::{PackedPlaces, ToldVersions},
+    slots::GRANULE_BYTES,
 };
 
 /// Length of the pieces in which maps are written and read.
@@ -49,7 +53,7 @@ pub(crate) struct Publications {
 /// The last publication.
 #[derive(Default)]
 struct Last {
-    /// Number of the version; 0 before the first.
+    /// Count of this writer's versions; 0 for the one that was opened, or none.
     version: u64,
     /// Slots of the pages and the map. After a publication whose outcome is unknown, the slots of
     /// both versions.
@@ -83,8 +87,8 @@ pub(crate) struct Publication<'a> {
 /// Outcome of a publication.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Ended {
-    /// The name is bound to the new map. Holds the answer of the region's first server.
-    Bound(Versions),
+    /// The name is bound to the new map. Holds the answers of the servers that hold the name.
+    Bound(Vec<ToldVersions>),
     /// The name is bound to the previous map.
     Failed,
     /// The name is bound to either map.
@@ -92,12 +96,12 @@ pub(crate) enum Ended {
 }
 
 impl Publications {
-    /// Makes the publications of a region whose published version has the number `version` and the
-    /// slots `places`, those of `map` among them.
-    pub(crate) fn of(version: u64, places: PackedPlaces, map: Vec<SlotSpan>) -> Self {
+    /// Makes the publications of a region whose published version has the slots `places`, those of
+    /// `map` among them.
+    pub(crate) fn of(places: PackedPlaces, map: Vec<SlotSpan>) -> Self {
         let publications = Self::default();
         let mut last = publications.last.lock();
-        (last.version, last.places, last.map) = (version, places, map);
+        (last.places, last.map) = (places, map);
         drop(last);
         publications
     }
@@ -205,15 +209,19 @@ impl Publication<'_> {
         let undecided = mem::take(&mut *publications.undecided.lock());
         let mut deferred = publications.deferred.lock();
         match ended {
-            Ended::Bound(answer) => {
+            Ended::Bound(told) => {
                 mark();
                 deferred.extend(undecided);
                 let before = mem::replace(&mut self.last.map, self.area);
-                let since = mem::replace(&mut self.last.version, answer.published);
+                let since = self.last.version;
+                self.last.version += 1;
                 let old = mem::replace(&mut self.last.places, sorted(places));
                 let readers = pool.readers().expect("only named regions are published");
+                let is_written = pool.written_servers();
+                let is_written = |server: u8| is_written[usize::from(server)];
+                let (number, replaced) = (self.last.version, (since, old));
                 // The map's slots are read with the rest of the version.
-                let kept = match answer.read.iter().any(|read| read.version >= since) {
+                let kept = match readers.published(&told, number, replaced, is_written) {
                     true => before,
                     false => {
                         self.last.give_back(pool, before, self.map_bytes);
@@ -221,7 +229,7 @@ impl Publication<'_> {
                     }
                 };
                 let stale = self.stale.into_iter().chain(kept);
-                pool.free(&readers.published(&answer, (since, &old), stale));
+                pool.free(&readers.keep(stale, is_written));
             }
             Ended::Failed => {
                 deferred.extend(self.stale);

@@ -15,7 +15,7 @@ use std::{
     },
 };
 
-use farpage_fabric::{AllocError, MAX_OP_BYTES};
+use farpage_fabric::{AllocError, MAX_OP_BYTES, register};
 
 use crate::{
     BlockingOptions, Cluster, Codec, CreateError, EntryWords, Layout, PageIndex, PageRange,
@@ -24,6 +24,7 @@ use crate::{
     cluster::PoolKey,
     codec::{self, Chooser, Scheme},
     entry::{PageEntry, PageTable},
+    named::{Asked, Turn},
     names::Claim,
     place::{SlotPlace, SlotSpan},
     pool::{Growth, PoolReservation, Purpose, SlotPool},
@@ -65,6 +66,8 @@ pub(crate) struct RemoteStore {
     pub(crate) reservation: Option<PoolReservation>,
     /// The claim on the region's name, unless the region is only read.
     pub(crate) claim: Option<Box<Claim>>,
+    /// The turn at the region's name, unless the region is only read.
+    pub(crate) turn: Option<Box<Turn>>,
     /// The publications of a named region, unless it is only read.
     pub(crate) publications: Option<Publications>,
 }
@@ -101,15 +104,21 @@ impl PageStore {
         }
         // Claimed before any memory is taken, and on all servers: a name that another client has
         // fails here and not at the first publication.
-        let claim = match &options.name {
-            Some(name) => Some(Claim::on_all(cluster, name, options.replace)?),
-            None => None,
+        let (claim, turn) = match &options.name {
+            Some(name) => {
+                let (claim, asked) = Claim::on_all(cluster, name, options.replace)?;
+                let turn = begin_turn(name, &asked, redundancy)?;
+                (Some(claim), Some(turn))
+            }
+            None => (None, None),
         };
         let named = claim.is_some();
-        let pool = if let Some(name) = &options.name {
+        let pool = if let (Some(name), Some(turn)) = (&options.name, &turn) {
             let ports = cluster.name_ports();
-            let readers = ReaderSlots::new(name, &cluster.sessions()[ports[0]]);
-            cluster.own_pool(ports, Purpose::Named(readers))
+            let readers = ReaderSlots::new(name, turn.numbered(cluster, &ports));
+            let pool = cluster.own_pool(ports, Purpose::Named(readers), redundancy);
+            pool.set_whole();
+            pool
         } else {
             cluster.shared_pool(PoolKey {
                 page_bytes,
@@ -146,6 +155,7 @@ impl PageStore {
             chooser: chooser.map(Box::new),
             reservation,
             claim: claim.map(Box::new),
+            turn: turn.map(Box::new),
             publications,
         };
         let seed = RandomState::new().hash_one(&region);
@@ -684,6 +694,25 @@ fn check_bytes(region: &Arc<str>, bytes: u64) -> Result<(), CreateError> {
     }
 }
 
+/// Begins a turn at the name of a new region.
+fn begin_turn(name: &str, asked: &[Asked], redundancy: Redundancy) -> Result<Turn, CreateError> {
+    let answers: Vec<_> = asked.iter().map(|(_, answer)| answer.clone()).collect();
+    let failed = |have, need, reason| CreateError::Holders {
+        name: name.to_owned(),
+        have,
+        need,
+        reason,
+    };
+    let before = register::to_write(&answers);
+    let before = before.map_err(|missing| failed(missing.have, missing.need, String::new()))?;
+    let before = before.map_or(&[][..], |it| &it.holders);
+    let turn = Turn::begin(name, asked, before, redundancy.copies());
+    turn.map_err(|it| {
+        let reason = it.error.map_or_else(String::new, |error| error.to_string());
+        failed(it.have, it.need, reason)
+    })
+}
+
 /// Checks the redundancy of a region, and returns it.
 fn check_redundancy(
     region: &Arc<str>,
@@ -696,7 +725,9 @@ fn check_redundancy(
     let region = region.clone();
     match &options.name {
         _ if !redundancy.is_valid() => Err(CreateError::Redundancy { region, redundancy }),
-        Some(name) if copies > 1 => Err(CreateError::NamedCopies { name: name.clone() }),
+        Some(name) if redundancy.code().is_some() => {
+            Err(CreateError::NamedParity { name: name.clone() })
+        }
         _ if copies > servers => Err(CreateError::TooFewServers {
             region,
             copies,

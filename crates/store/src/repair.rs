@@ -184,7 +184,8 @@ fn work(cluster: &Weak<Cluster>) {
 impl WantedCopy {
     /// Returns the copies that a pool lacks, and those that are to leave their servers.
     fn all_of(pool: &Arc<SlotPool>) -> Vec<Self> {
-        let any_leaving = pool.any_leaving();
+        // A published region stays where it is.
+        let any_leaving = pool.any_leaving() && !pool.is_own();
         let groups = (0..).zip(pool.groups.all());
         let wanted = groups.filter_map(|(index, group)| {
             // Nothing can be copied from a server that has lost the program's session.

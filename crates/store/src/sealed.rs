@@ -207,7 +207,12 @@ impl SealedGroup {
         let Some(pieces) = self.pool.pieces_at_rest(self.index) else {
             return Err(self);
         };
+        let pool = self.pool.clone();
+        let Some(fixed) = pool.try_fix_members() else {
+            return Err(self);
+        };
         let repair = self.copy_pieces(cluster, &pieces);
+        drop(fixed);
         if !matches!(repair, Repair::Done) {
             self.return_target();
         }

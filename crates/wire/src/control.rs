@@ -22,7 +22,10 @@ pub use self::{
     },
     hello::{HELLO_BYTES, Hello, MAGIC, Purpose},
 };
-use crate::{Challenge, ExtentId, Limit, PublicKey, Secret, ServerStat, SessionId, Signature};
+use crate::{
+    Challenge, ExtentId, Limit, PublicKey, Secret, ServerStat, SessionId, Signature,
+    register::{Answer, Ballot, Epoch},
+};
 
 crate::debug_as_display!(NameError);
 
@@ -102,7 +105,8 @@ pub enum Request {
         /// Extent whose lease ends.
         extent: ExtentId,
     },
-    /// Binds a name to a manifest and the extents that it refers to.
+    /// Binds a name to a manifest and the extents that it refers to. Answered by
+    /// [`Response::Bound`].
     Publish {
         /// The name.
         name: String,
@@ -111,6 +115,12 @@ pub enum Request {
         /// Extents of this session that live as long as the name.
         #[serde(deserialize_with = "at_most_extents")]
         extents: Vec<ExtentId>,
+        /// Number of the binding, and its holders. `None`: the server keeps extents for a region
+        /// whose binding others hold.
+        ballot: Option<Ballot>,
+        /// True if what the version before has stays with the name until the next `Publish`: other
+        /// servers have not bound the name to this version yet.
+        keeps: bool,
     },
     /// Opens a named region.
     Open {
@@ -149,7 +159,7 @@ pub enum Request {
         signature: Signature,
     },
     /// Claims a name that no other session holds. The session's first `Publish` binds the name. A
-    /// session may claim a name again that it holds already.
+    /// session may claim a name again that it holds already. Answered by [`Response::Claimed`].
     Claim {
         /// The name.
         name: String,
@@ -195,18 +205,13 @@ pub enum Request {
         /// written after the `Publish`, on a server whose [`Persistence`] is `Soon`.
         wait: bool,
     },
-    /// Binds a name as `Publish` does, before another server binds it to the region. What the
-    /// version before has stays with the name until the next `Publish`. Answered by
-    /// [`Response::Later`] if the version before has extents that this one lacks, so that a
-    /// `Publish` is wanted once the region is bound.
-    Prepare {
+    /// Promises to accept no binding of a name that this session holds from a writer before
+    /// `epoch`.
+    Promise {
         /// The name.
         name: String,
-        /// Contents of the manifest, opaque to the server.
-        manifest: Vec<u8>,
-        /// Extents of this session that live as long as the name.
-        #[serde(deserialize_with = "at_most_extents")]
-        extents: Vec<ExtentId>,
+        /// Epoch of the session's writer.
+        epoch: Epoch,
     },
 }
 
@@ -313,6 +318,8 @@ pub enum Response {
         extents: Vec<Lease>,
         /// The published version, and the older versions that are still read.
         versions: Versions,
+        /// The server, and what it remembers of the name's writers.
+        vote: Answer,
     },
     /// Figures of the server.
     Stat(Box<ServerStat>),
@@ -333,13 +340,24 @@ pub enum Response {
         /// The client's leases of `extents`, in the same order. Each has an id of its own, so that
         /// a client can read a region that it has open for writing, or read one twice.
         leases: Vec<Lease>,
+        /// The server, and what it remembers of the version's writer.
+        vote: Answer,
     },
-    /// Versions of a name that was published, or whose readers were asked for.
+    /// Versions of a name whose readers were asked for.
     Versions(Versions),
     /// Answer to a `Persist` that was not executed, since the name's last publication is still
-    /// being written to the disk: it is to be sent again. Answer to a `Prepare` that a `Publish` is
-    /// to follow.
+    /// being written to the disk: it is to be sent again.
     Later,
+    /// A name was claimed. Holds the server, and what it remembers of the name's writers.
+    Claimed(Answer),
+    /// A name was bound.
+    Bound {
+        /// The new version, and the older ones that are still read.
+        versions: Versions,
+        /// True if the name keeps extents that this version lacks: a `Publish` is wanted once the
+        /// other servers have bound the name.
+        keeps_more: bool,
+    },
 }
 
 /// The published version of a name, and the older ones that clients still read.
@@ -481,4 +499,12 @@ pub enum Refusal {
     /// Names belong to keys, and the client has shown none.
     #[error("names belong to keys, and this client has not shown its own")]
     Unidentified,
+    /// A later writer has taken the name over.
+    #[error(
+        "another client has opened the region for writing since, while this one was cut off: close it, and open it again"
+    )]
+    Outdated,
+    /// The name's binding is held by several servers, which forget it together.
+    #[error("the region is kept by several servers, which remove it together")]
+    Shared,
 }

@@ -13,6 +13,7 @@ mod environment;
 mod id;
 mod key;
 mod limit;
+pub mod register;
 pub mod segment;
 mod stat;
 mod units;
@@ -24,7 +25,7 @@ pub use control::{
 pub use data::{Atomic, MAX_OP_BYTES};
 pub use endpoint::{Endpoint, EndpointError};
 pub use environment::{UnknownVariable, check_environment, is_known};
-pub use id::{ExtentId, Secret, SessionId};
+pub use id::{ExtentId, Secret, ServerId, SessionId};
 pub use key::{Challenge, PublicKey, PublicKeyError, Signature, bytes_of_hex, hex_of};
 pub use limit::Limit;
 pub use stat::{ClientStat, PersistStat, ServerStat, ShareStat, TierStat};
@@ -33,7 +34,7 @@ pub use units::{UnitError, parse_size, parse_time, told_apart};
 /// Protocol version of this build. A peer with another version is turned away. Every change of a
 /// message raises the number; the tests of [`control`] and [`data`] pin the bytes of all
 /// messages.
-pub const VERSION: u16 = 11;
+pub const VERSION: u16 = 12;
 
 /// Implements `Debug` of error types by their `Display`.
 ///

@@ -7,12 +7,12 @@
 //! length in 8 bytes, its bytes (postcard), and the XXH3-128 of all of the file up to there.
 
 use farpage_fabric::host::Origin;
-use farpage_wire::{ExtentId, PublicKey};
+use farpage_wire::{ExtentId, PublicKey, ServerId, register::Register};
 use serde::{Deserialize, Serialize};
 use twox_hash::XxHash3_128;
 
 /// Number of the directory's format.
-pub(super) const FORMAT: u32 = 1;
+pub(super) const FORMAT: u32 = 2;
 
 /// File that names the directory's format.
 pub(super) const FORMAT_FILE: &str = "format";
@@ -26,12 +26,16 @@ const HASH_BYTES: usize = 16;
 /// A published version of a name.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Binding {
+    /// Identity of the server, which is the same in all files of a directory.
+    pub(crate) server: ServerId,
     /// Number of the version.
     pub(crate) version: u64,
     /// Origin that is charged.
     pub(crate) origin: Origin,
     pub(crate) manifest: Vec<u8>,
     pub(crate) extents: Vec<BoundExtent>,
+    /// What writers were promised, and the version's ballot.
+    pub(crate) register: Register,
 }
 
 /// An extent of a published version.
@@ -120,6 +124,7 @@ mod tests {
 
     fn binding() -> Binding {
         Binding {
+            server: ServerId(6),
             version: 3,
             origin: Origin::User(1000),
             manifest: vec![5; 300],
@@ -128,6 +133,7 @@ mod tests {
                 bytes: 1 << 30,
                 atomics: false,
             }],
+            register: Register::default(),
         }
     }
 
@@ -151,10 +157,10 @@ mod tests {
     #[test]
     fn the_bytes_of_a_binding_are_those_of_this_format() {
         let file = encode(OWNER, "squares", &binding());
-        assert_eq!(FORMAT, 1);
+        assert_eq!(FORMAT, 2);
         assert_eq!(
             XxHash3_128::oneshot(&file),
-            0xcac40ff5d98a8271781d5fdc9112f1d6
+            0x4a3f7dddc1d777390b313ae08ad09679
         );
         let name = name_file(OWNER, "squares");
         let hash = "6db0ac558152e08324cc53f0dcd2e5ac";

@@ -8,12 +8,15 @@
 //! body (postcard) and the XXH3-128 of everything before it.
 
 use farpage_fabric::host::{Origin, Transport};
-use farpage_wire::{Challenge, Endpoint, ExtentId, ExtentRange, PublicKey, Secret, SessionId};
+use farpage_wire::{
+    Challenge, Endpoint, ExtentId, ExtentRange, PublicKey, Secret, ServerId, SessionId,
+    register::{Answer, Register},
+};
 use serde::{Deserialize, Serialize};
 use twox_hash::XxHash3_128;
 
 /// Number of the format of the records in this file.
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 
 const MAGIC: &[u8; 16] = b"farpage handover";
 const HEAD_BYTES: usize = MAGIC.len() + 4 + 8;
@@ -62,6 +65,7 @@ pub(crate) struct HandedConnection {
 /// Sessions, extents and names.
 #[derive(Clone, Debug, Default, Deserialize, Serialize)]
 pub(crate) struct HandedBooks {
+    pub(crate) server: ServerId,
     pub(crate) uptime_ms: u64,
     pub(crate) sessions_ever: u64,
     pub(crate) extents_ever: u64,
@@ -120,6 +124,7 @@ pub(crate) struct HandedName {
     pub(crate) manifest: Option<Vec<u8>>,
     pub(crate) extents: Vec<ExtentId>,
     pub(crate) version: u64,
+    pub(crate) register: Register,
     pub(crate) holder: Option<SessionId>,
     pub(crate) claimed: bool,
     pub(crate) origin: Origin,
@@ -137,6 +142,7 @@ pub(crate) struct HandedVersion {
     pub(crate) name: String,
     pub(crate) manifest: Vec<u8>,
     pub(crate) origin: Origin,
+    pub(crate) vote: Answer,
     pub(crate) extents: u64,
     pub(crate) is_bound: bool,
 }
@@ -324,6 +330,7 @@ mod tests {
                     manifest: Some(vec![1; 100]),
                     extents: vec![ExtentId(1)],
                     version: 3,
+                    register: Register::default(),
                     holder: Some(SessionId(1)),
                     claimed: true,
                     origin,

@@ -287,6 +287,8 @@ mod tests {
             name: "name".to_owned(),
             manifest: vec![1; 64 << 10],
             extents: Vec::new(),
+            ballot: None,
+            keeps: false,
         };
         let request = control::encode(&publish).expect("short");
         let (half, rest) = request.split_at(request.len() / 2);

@@ -68,6 +68,7 @@ impl State {
             .iter()
             .map(|(id, record)| hand_name(id, record));
         let mut books = HandedBooks {
+            server: ledger.id,
             uptime_ms: millis(now, self.started),
             sessions_ever: ledger.sessions_ever,
             extents_ever: ledger.extents_ever,
@@ -141,6 +142,7 @@ impl State {
         let tier = self.tier.clone();
         self.started = before(now, books.uptime_ms);
         let ledger = self.ledger.get_mut();
+        ledger.id = books.server;
         (ledger.sessions_ever, ledger.extents_ever) = (books.sessions_ever, books.extents_ever);
         for session in books.sessions {
             let (id, record) = take_session(session, now);
@@ -217,6 +219,7 @@ impl State {
                 name: NameId::new(version.owner, &version.name),
                 manifest: Arc::new(version.manifest),
                 origin: version.origin,
+                vote: version.vote,
                 extents: version.extents as usize,
                 readers: 0,
                 is_bound: version.is_bound,
@@ -330,6 +333,7 @@ fn hand_name(id: &NameId, record: &NameRecord) -> Result<HandedName, HandoverErr
         manifest,
         extents,
         version,
+        register,
         holder,
         claimed,
         origin,
@@ -360,6 +364,7 @@ fn hand_name(id: &NameId, record: &NameRecord) -> Result<HandedName, HandoverErr
         manifest: manifest.as_ref().map(|manifest| manifest.to_vec()),
         extents: extents.clone(),
         version: *version,
+        register: register.clone(),
         holder: *holder,
         claimed: *claimed,
         origin: *origin,
@@ -393,6 +398,7 @@ fn take_name(ledger: &mut Ledger, name: HandedName) -> Result<(), HandoverError>
         manifest: name.manifest.map(Arc::new),
         extents: name.extents,
         version: name.version,
+        register: name.register,
         holder: name.holder,
         claimed: name.claimed,
         on_disk: name.on_disk,

@@ -12,7 +12,8 @@ use std::{
 use farpage_fabric::{
     Limit,
     host::{
-        Admission, Asker, Host, OpenedRegion, OpenedVersion, Peer, Refusal, Transport, Versions,
+        Admission, Asker, Bound, Host, OpenedRegion, OpenedVersion, Peer, Proposal, Refusal,
+        Transport, Versions,
     },
     log::later,
     memory::{ExtentFile, ExtentMemory},
@@ -20,6 +21,7 @@ use farpage_fabric::{
 use farpage_wire::{
     ExtentId, ExtentRange, NamedRegion, PersistStat, Persistence, PublicKey, Secret, ServerStat,
     SessionId,
+    register::{Answer, Epoch},
 };
 use parking_lot::MutexGuard;
 use tracing::{debug, info, warn};
@@ -261,7 +263,7 @@ impl Host for State {
         }
     }
 
-    fn claim(&self, session: SessionId, name: &str, replace: bool) -> Result<(), Refusal> {
+    fn claim(&self, session: SessionId, name: &str, replace: bool) -> Result<Answer, Refusal> {
         self.reclaim(session, charge_of_name(0));
         let mut ledger = self.ledger.lock();
         let id = ledger.name_of(session, name)?;
@@ -286,26 +288,17 @@ impl Host for State {
         self.persist_ranges(session, name, ranges, wait)
     }
 
-    fn publish(
-        &self,
-        session: SessionId,
-        name: &str,
-        manifest: Vec<u8>,
-        extents: &[ExtentId],
-    ) -> Result<Versions, Refusal> {
-        let bound = self.bind_name(session, name, manifest, extents, false)?;
-        Ok(bound.0)
+    fn promise(&self, session: SessionId, name: &str, epoch: Epoch) -> Result<(), Refusal> {
+        self.promise_name(session, name, epoch)
     }
 
-    fn prepare(
+    fn bind(
         &self,
         session: SessionId,
         name: &str,
-        manifest: Vec<u8>,
-        extents: &[ExtentId],
-    ) -> Result<bool, Refusal> {
-        let bound = self.bind_name(session, name, manifest, extents, true)?;
-        Ok(bound.1)
+        proposal: Proposal<'_>,
+    ) -> Result<Bound, Refusal> {
+        self.bind_name(session, name, proposal)
     }
 
     fn open(

@@ -14,7 +14,7 @@ use farpage_fabric::{
     host::{Origin, Refusal},
     memory::ExtentMemory,
 };
-use farpage_wire::{ClientStat, ExtentId, ServerStat, SessionId};
+use farpage_wire::{ClientStat, ExtentId, ServerId, ServerStat, SessionId};
 
 use super::{
     accounts::Accounts,
@@ -24,6 +24,8 @@ use super::{
 
 #[derive(Default)]
 pub(super) struct Ledger {
+    /// Identity of this server, which lasts as long as its names.
+    pub(super) id: ServerId,
     pub(super) sessions: HashMap<SessionId, SessionRecord>,
     pub(super) extents: HashMap<ExtentId, ExtentRecord>,
     pub(super) names: BTreeMap<NameId, NameRecord>,

@@ -16,7 +16,9 @@ use std::{
 
 use farpage_fabric::host::{Asker, OpenedRegion, Origin, Refusal, Versions};
 use farpage_wire::{
-    Durability, ExtentId, NamedRegion, PublicKey, SessionId, control::NAMES_PER_ANSWER,
+    Durability, ExtentId, NamedRegion, PublicKey, SessionId,
+    control::NAMES_PER_ANSWER,
+    register::{Answer, Register},
 };
 
 use super::{
@@ -56,10 +58,10 @@ impl Ledger {
         session: SessionId,
         name: &str,
         replace: bool,
-    ) -> Result<(), Refusal> {
+    ) -> Result<Answer, Refusal> {
         let id = self.name_of(session, name)?;
         match self.may_bind(session, &id) {
-            Err(Refusal::Exists) if replace => {}
+            Err(Refusal::Exists) if replace || self.is_removed(&id) => {}
             other => other?,
         }
         if !self.names.contains_key(&id) && self.claims_of(session) >= CLAIMS_PER_SESSION {
@@ -79,13 +81,20 @@ impl Ledger {
                 free.insert(NameRecord::new(origin))
             }
         };
-        if record.manifest.is_some() && !replace {
+        if record.is_published() && !replace {
             return Err(Refusal::Exists);
         }
         (record.holder, record.claimed) = (Some(session), true);
+        let register = record.register.clone();
         let session = self.sessions.get_mut(&session);
         session.expect("it has a key").names.insert(id);
-        Ok(())
+        Ok((self.id, register))
+    }
+
+    /// True if a tombstone is all that is left of the name.
+    fn is_removed(&self, id: &NameId) -> bool {
+        let record = self.names.get(id);
+        record.is_some_and(|record| record.register.is_removed())
     }
 
     pub(super) fn disclaim(&mut self, session: SessionId, id: &NameId) {
@@ -194,7 +203,7 @@ impl Ledger {
         &mut self,
         (session, origin): (SessionId, Origin),
         id: NameId,
-        (version, manifest): (u64, Arc<Vec<u8>>),
+        (version, manifest, register): (u64, Arc<Vec<u8>>, Register),
         extents: &HashSet<ExtentId>,
     ) -> Freed {
         for extent in extents {
@@ -205,6 +214,7 @@ impl Ledger {
         self.readings.replace(record.version);
         record.version = version;
         record.manifest = Some(manifest);
+        record.register = register;
         record.origin = origin;
         record.holder = Some(session);
         let old = std::mem::replace(&mut record.extents, extents.iter().copied().collect());
@@ -230,6 +240,7 @@ impl Ledger {
                 .map(|id| self.extents[id].memory.clone())
                 .collect(),
             versions: self.versions(id),
+            vote: (self.id, record.register.clone()),
         })
     }
 
@@ -277,7 +288,7 @@ impl Ledger {
         let range = (first.map_or(Unbounded, Excluded), Unbounded);
         (self.names.range(range))
             .take_while(|(id, _)| of.is_none_or(|owner| id.owner == owner))
-            .filter(|(_, record)| record.manifest.is_some())
+            .filter(|(_, record)| record.is_published())
             .take(NAMES_PER_ANSWER)
             .map(|(id, record)| NamedRegion {
                 owner: id.owner,
@@ -301,7 +312,7 @@ impl Ledger {
     }
 
     pub(super) fn named_regions(&self) -> u64 {
-        let bound = |record: &&NameRecord| record.manifest.is_some();
+        let bound = |record: &&NameRecord| record.is_published();
         self.names.values().filter(bound).count() as u64
     }
 

@@ -17,10 +17,13 @@ use std::{
 };
 
 use farpage_fabric::{
-    host::{Asker, Refusal, Versions},
+    host::{Asker, Bound, Proposal, Refusal},
     log::later,
 };
-use farpage_wire::{Durability, ExtentId, ExtentRange, Persistence, PublicKey, SessionId};
+use farpage_wire::{
+    Durability, ExtentId, ExtentRange, Persistence, PublicKey, SessionId,
+    register::{Epoch, Register},
+};
 use parking_lot::MutexGuard;
 use tracing::{debug, info};
 
@@ -105,17 +108,63 @@ impl State {
         written.map(|()| true).map_err(Refusal::Invalid)
     }
 
-    /// Binds a name to a manifest and extents of the session. Before another server binds the name
-    /// to the region (`is_part`), extents of the version before stay. True with the versions if
-    /// there are some that this version lacks.
+    /// Promises to accept no binding from a writer before `epoch`, of a name that the session holds.
+    /// The promise lasts as long as the binding: it is on the disk with it.
+    pub(super) fn promise_name(
+        &self,
+        session: SessionId,
+        name: &str,
+        epoch: Epoch,
+    ) -> Result<(), Refusal> {
+        let mut ledger = self.ledger.lock();
+        let id = ledger.name_of(session, name)?;
+        if !self.settle_job(&mut ledger, &id, Instant::now() + WRITTEN)? {
+            return Err(still_written());
+        }
+        let record = ledger.names.get(&id).ok_or(Refusal::NotFound)?;
+        if record.holder != Some(session) {
+            return Err(Refusal::InUse);
+        }
+        let mut register = record.register.clone();
+        (register.promise(epoch)).map_err(|_| Refusal::Outdated)?;
+        if let (Some(durable), Some(manifest), None) =
+            (&self.durable, &record.manifest, &record.damage)
+        {
+            let binding = Binding {
+                server: ledger.id,
+                version: record.version,
+                origin: record.origin,
+                manifest: manifest.to_vec(),
+                extents: ledger.bound(&record.extents.iter().copied().collect()),
+                register: register.clone(),
+            };
+            let pinned = ledger.begin_writing(&id, &HashSet::new());
+            let write = || durable.bind(id.owner, &id.name, &binding);
+            let written = self.in_disk(&mut ledger, session, write);
+            if written.is_ok() {
+                ledger.name(&id).register = register;
+            }
+            self.end_writing(ledger, &id, &pinned);
+            return written.map_err(Refusal::Invalid);
+        }
+        ledger.name(&id).register = register;
+        Ok(())
+    }
+
+    /// Binds a name to a manifest and extents of the session. Where other servers have to bind the
+    /// name, too, extents of the version before stay.
     pub(super) fn bind_name(
         &self,
         session: SessionId,
         name: &str,
-        manifest: Vec<u8>,
-        extents: &[ExtentId],
-        is_part: bool,
-    ) -> Result<(Versions, bool), Refusal> {
+        proposal: Proposal<'_>,
+    ) -> Result<Bound, Refusal> {
+        let Proposal {
+            manifest,
+            extents,
+            ballot,
+            keeps,
+        } = proposal;
         let charge = charge_of_name(manifest.len());
         self.reclaim(session, charge);
         let mut ledger = self.ledger.lock();
@@ -125,6 +174,16 @@ impl State {
         ledger.may_bind(session, &id)?;
         if !self.settle_job(&mut ledger, &id, Instant::now() + WRITTEN)? {
             return Err(still_written());
+        }
+        let before = ledger.names.get(&id);
+        let mut register = before.map_or_else(Register::default, |it| it.register.clone());
+        let mut manifest = manifest;
+        match (&ballot, before.and_then(|it| it.manifest.as_ref())) {
+            (Some(ballot), _) => register.accept(ballot).map_err(|_| Refusal::Outdated)?,
+            // The binding stays, and keeps extents for one that is to be accepted.
+            (None, Some(bound)) if register.is_shared() && keeps => manifest = bound.to_vec(),
+            (None, _) if register.is_shared() => return Err(Refusal::Shared),
+            (None, _) => register.accepted = None,
         }
         let twin = ledger.damaged_twin(&id);
         if let Some(twin) = &twin {
@@ -140,7 +199,7 @@ impl State {
         }
         let mut extents = ledger.may_publish(session, &id, extents)?;
         let named = extents.len();
-        if let Some(record) = ledger.names.get(&id).filter(|_| is_part) {
+        if let Some(record) = ledger.names.get(&id).filter(|_| keeps) {
             extents.extend(&record.extents);
         }
         let keeps_more = extents.len() > named;
@@ -170,10 +229,12 @@ impl State {
         let (mut job, mut pinned) = (None, HashSet::new());
         if let Some(durable) = &self.durable {
             let binding = Binding {
+                server: ledger.id,
                 version,
                 origin,
                 manifest: manifest.clone(),
                 extents: ledger.bound(&extents),
+                register: register.clone(),
             };
             let ranges = std::mem::take(&mut ledger.name(&id).unwritten);
             let mut used = extents.clone();
@@ -217,7 +278,8 @@ impl State {
         twin.inspect(|twin| ledger.forget_damaged(twin));
         let (count, manifest) = (extents.len(), Arc::new(manifest));
         let publisher = (session, origin);
-        let freed = ledger.bind(publisher, id.clone(), (version, manifest), &extents);
+        let value = (version, manifest, register);
+        let freed = ledger.bind(publisher, id.clone(), value, &extents);
         let versions = ledger.versions(&id);
         match job {
             None if self.durable.is_some() => self.end_writing(ledger, &id, &pinned),
@@ -230,7 +292,10 @@ impl State {
         }
         let name = name.to_owned();
         later(move || debug!(%session, name, extents = count, "named region published"));
-        Ok((versions, keeps_more))
+        Ok(Bound {
+            versions,
+            keeps_more,
+        })
     }
 
     /// Forgets a name, and frees its memory except what is still read.
@@ -249,6 +314,13 @@ impl State {
         let id = NameId::new(owner, name);
         self.wait_name(&mut ledger, &id)?;
         ledger.may_remove(asker, &id)?;
+        // The operator may remove what this server has. A client may once all servers that hold the
+        // name have its tombstone, which takes a claim.
+        let record = ledger.name(&id);
+        let is_over = record.holder.is_some() && record.register.is_removed();
+        if matches!(asker, Asker::Session(_)) && record.register.is_shared() && !is_over {
+            return Err(Refusal::Shared);
+        }
         // 1. The disk: a name that is gone must not come back with the next start.
         if let Some(durable) = &self.durable {
             durable.check().map_err(Refusal::Invalid)?;

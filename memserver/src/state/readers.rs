@@ -17,7 +17,7 @@ use farpage_fabric::{
     host::{OpenedVersion, Origin, VersionRead},
     memory::ExtentMemory,
 };
-use farpage_wire::ExtentId;
+use farpage_wire::{ExtentId, register::Answer};
 
 #[cfg(test)]
 use super::accounts::charge_of_name;
@@ -43,6 +43,8 @@ pub(super) struct VersionRecord {
     pub(super) manifest: Arc<Vec<u8>>,
     /// Origin that is charged for the manifest.
     pub(super) origin: Origin,
+    /// This server, and what it remembers of the version's writer.
+    pub(super) vote: Answer,
     /// Number of views of a reading.
     pub(super) extents: usize,
     pub(super) readers: u64,
@@ -147,6 +149,7 @@ impl Readings {
             name: record.name.name.clone(),
             manifest: record.manifest.to_vec(),
             origin: record.origin,
+            vote: record.vote.clone(),
             extents: record.extents as u64,
             is_bound: record.is_bound,
         });
@@ -189,6 +192,7 @@ impl Readings {
         let version = &self.versions[&version];
         (views.len() == version.extents).then(|| OpenedVersion {
             manifest: Arc::clone(&version.manifest),
+            vote: version.vote.clone(),
             extents: (views.iter())
                 .map(|(_, view)| (view.of, Arc::clone(&view.memory)))
                 .collect(),

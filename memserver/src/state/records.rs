@@ -11,7 +11,7 @@ use farpage_fabric::{
     log::later,
     memory::{ExtentFile, ExtentMemory},
 };
-use farpage_wire::{ExtentId, ExtentRange, PublicKey, Secret, SessionId};
+use farpage_wire::{ExtentId, ExtentRange, PublicKey, Secret, SessionId, register::Register};
 use tracing::warn;
 
 use super::accounts::{charge_of, charge_of_name};
@@ -112,6 +112,8 @@ pub(super) struct NameRecord {
     pub(super) extents: Vec<ExtentId>,
     /// Number of the bound version; 0 while the name is only claimed.
     pub(super) version: u64,
+    /// What writers were promised, and the ballot of the bound version.
+    pub(super) register: Register,
     pub(super) holder: Option<SessionId>,
     /// True if the holder keeps the name even without leasing any of its extents.
     pub(super) claimed: bool,
@@ -146,6 +148,7 @@ impl NameRecord {
             manifest: None,
             extents: Vec::new(),
             version: 0,
+            register: Register::default(),
             holder: None,
             claimed: false,
             origin,
@@ -169,6 +172,11 @@ impl NameRecord {
             )));
         }
         self.manifest.as_ref().ok_or(Refusal::NotFound)
+    }
+
+    /// True if the name is bound to a region, and not to a tombstone.
+    pub(super) fn is_published(&self) -> bool {
+        self.manifest.is_some() && !self.register.is_removed()
     }
 
     pub(super) fn charge(&self) -> u64 {

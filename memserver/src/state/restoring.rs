@@ -74,6 +74,8 @@ impl State {
             let id = NameId { owner, name };
             let record = match binding {
                 Ok(binding) => {
+                    // The identity lasts as long as a name.
+                    ledger.id = binding.server;
                     ledger.readings.at_least(binding.version);
                     let charge = charge_of_name(binding.manifest.len());
                     ledger.accounts.put_on(binding.origin, charge);
@@ -97,6 +99,7 @@ impl State {
                         extents: binding.extents.iter().map(|it| it.id).collect(),
                         version: binding.version,
                         on_disk: binding.version,
+                        register: binding.register,
                         ..NameRecord::new(binding.origin)
                     }
                 }

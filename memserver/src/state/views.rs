@@ -38,6 +38,7 @@ impl State {
         let record = ledger.names.get(&id).ok_or(Refusal::NotFound)?;
         let manifest = Arc::clone(record.published()?);
         let (extents, version, origin) = (record.extents.clone(), record.version, record.origin);
+        let vote = (ledger.id, record.register.clone());
         let reader = ledger.known(session)?;
         let held = reader.extents.len() + reader.views.len();
         if held + extents.len() > self.limits.extents_per_session {
@@ -74,6 +75,7 @@ impl State {
                 name: id,
                 manifest: Arc::clone(&manifest),
                 origin,
+                vote: vote.clone(),
                 extents: views.len(),
                 readers: 0,
                 is_bound: true,
@@ -88,6 +90,7 @@ impl State {
         Ok(OpenedVersion {
             manifest,
             extents: views,
+            vote,
         })
     }
 

@@ -30,6 +30,8 @@ fn long() -> Request {
         name: "name".to_owned(),
         manifest: vec![1; 64 << 10],
         extents: vec![],
+        ballot: None,
+        keeps: false,
     }
 }
 

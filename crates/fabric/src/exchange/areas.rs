@@ -14,7 +14,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farpage_wire::{ExtentId, Persistence, PublicKey, Refusal, Secret, ServerStat, SessionId};
+use farpage_wire::{
+    ExtentId, Persistence, PublicKey, Refusal, Secret, ServerStat, SessionId, register::Answer,
+};
 use parking_lot::{Mutex, RwLock};
 
 pub use super::ring::Board;
@@ -371,6 +373,7 @@ impl Host for Areas {
                 manifest: Arc::default(),
                 extents: vec![Arc::clone(lease)],
                 versions: Versions::default(),
+                vote: Answer::default(),
             });
         }
         let area = state.areas.get_mut(name).ok_or(Refusal::NotFound)?;
@@ -384,6 +387,7 @@ impl Host for Areas {
             manifest: Arc::default(),
             extents: vec![Arc::clone(&area.memory)],
             versions: Versions::default(),
+            vote: Answer::default(),
         })
     }
 

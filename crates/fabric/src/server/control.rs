@@ -12,6 +12,7 @@ use farpage_wire::{
         self as wire, Lease, LeaseKeys, MAX_CLIENT_BYTES, MAX_FIRST_FRAME_BYTES, MAX_FRAME_BYTES,
         MAX_MANIFEST_BYTES,
     },
+    register::{Ballot, MAX_HOLDERS},
 };
 use nix::{
     errno::Errno,
@@ -28,7 +29,7 @@ use super::{
     service::Service,
 };
 use crate::{
-    host::{Admission, Asker, Host, Transport},
+    host::{Admission, Asker, Host, Proposal, Transport},
     key,
     log::later,
     memory::ExtentMemory,
@@ -350,21 +351,31 @@ pub(crate) fn answer(
             name,
             manifest,
             extents,
+            ballot,
+            keeps,
         } => check_name(&name)
             .and_then(|()| check_manifest(&manifest))
-            .and_then(|()| host.publish(session, &name, manifest, &extents))
-            .map(|versions| (Response::Versions(versions), Vec::new())),
-        Request::Prepare {
-            name,
-            manifest,
-            extents,
-        } => check_name(&name)
-            .and_then(|()| check_manifest(&manifest))
-            .and_then(|()| host.prepare(session, &name, manifest, &extents))
-            .map(|keeps_more| match keeps_more {
-                true => (Response::Later, Vec::new()),
-                false => done(()),
+            .and_then(|()| check_ballot(ballot.as_ref()))
+            .and_then(|()| {
+                let extents = &extents;
+                let proposal = Proposal {
+                    manifest,
+                    extents,
+                    ballot,
+                    keeps,
+                };
+                host.bind(session, &name, proposal)
+            })
+            .map(|bound| {
+                let response = Response::Bound {
+                    versions: bound.versions,
+                    keeps_more: bound.keeps_more,
+                };
+                (response, Vec::new())
             }),
+        Request::Promise { name, epoch } => check_name(&name)
+            .and_then(|()| host.promise(session, &name, epoch))
+            .map(done),
         Request::Persist { name, ranges, wait } => check_name(&name)
             .and_then(|()| host.persist(session, &name, &ranges, wait))
             .map(|is_taken| match is_taken {
@@ -380,6 +391,7 @@ pub(crate) fn answer(
                         manifest: Arc::unwrap_or_clone(opened.manifest),
                         extents,
                         versions: opened.versions,
+                        vote: opened.vote,
                     },
                     opened.extents,
                 )
@@ -392,6 +404,7 @@ pub(crate) fn answer(
                     manifest: Arc::unwrap_or_clone(reading.manifest),
                     extents,
                     leases: views.iter().map(lease_of).collect(),
+                    vote: reading.vote,
                 };
                 (read, views)
             }),
@@ -400,7 +413,7 @@ pub(crate) fn answer(
             .map(|versions| (Response::Versions(versions), Vec::new())),
         Request::Claim { name, replace } => check_name(&name)
             .and_then(|()| host.claim(session, &name, replace))
-            .map(done),
+            .map(|vote| (Response::Claimed(vote), Vec::new())),
         Request::Disclaim { name } => host.disclaim(session, &name).map(done),
         request @ (Request::Remove { .. } | Request::Names { .. }) => {
             let response = answer_about_names(host, Asker::Session(session), request);
@@ -468,6 +481,17 @@ fn lease_of(memory: &Arc<ExtentMemory>) -> Lease {
 
 fn check_name(name: &str) -> Result<(), Refusal> {
     wire::check_name(name).map_err(|error| Refusal::Invalid(error.to_string()))
+}
+
+/// Checks that a ballot is short: the host keeps it.
+fn check_ballot(ballot: Option<&Ballot>) -> Result<(), Refusal> {
+    match ballot {
+        Some(ballot) if ballot.holders.len() > MAX_HOLDERS => Err(Refusal::Invalid(format!(
+            "a name has at most {MAX_HOLDERS} holders, not {}",
+            ballot.holders.len()
+        ))),
+        _ => Ok(()),
+    }
 }
 
 fn check_manifest(manifest: &[u8]) -> Result<(), Refusal> {

@@ -28,6 +28,7 @@ use farpage_tables::{Held, Table};
 use farpage_wire::{
     Endpoint, ExtentId, NamedRegion, Refusal, Request, Response, ServerStat, Versions,
     control::Lease,
+    register::{Answer, Epoch},
 };
 
 pub use self::visit::Visit;
@@ -39,6 +40,7 @@ use crate::{
     channel::{Group, SingleChannel},
     errors::RequestError,
     home,
+    host::{Bound, Proposal},
     link::Shaped,
     log::later,
     rdma,
@@ -97,6 +99,8 @@ pub struct Named {
     pub extents: Vec<Extent>,
     /// Number of the opened version, and the older versions that are still read.
     pub versions: Versions,
+    /// The server, and what it remembers of the name's writers.
+    pub vote: Answer,
 }
 
 /// A version of a named region, opened for reading.
@@ -107,6 +111,8 @@ pub struct Reading {
     /// Extents that the manifest refers to: each one's id in the manifest, and this session's lease
     /// of it. The leases take READs alone, and are to be [released](Session::release).
     pub extents: Vec<(ExtentId, Extent)>,
+    /// The server, and what it remembers of the version's writer.
+    pub vote: Answer,
 }
 
 impl Session {
@@ -392,15 +398,32 @@ impl Session {
     }
 
     /// Holds a name for this session, so that no other publishes it first. With `replace` the name
-    /// may be bound already; its binding stays until this session publishes.
+    /// may be bound already; its binding stays until this session publishes. Returns what the server
+    /// remembers of the name's writers.
     ///
     /// # Errors
     /// [`PublishError::Exists`] when the name is bound and `replace` is false,
     /// [`PublishError::InUse`] when another client holds the name.
-    pub fn claim(&self, name: &str, replace: bool) -> Result<(), PublishError> {
+    pub fn claim(&self, name: &str, replace: bool) -> Result<Answer, PublishError> {
         let request = Request::Claim {
             name: name.to_owned(),
             replace,
+        };
+        match self.bind("claim", name, request)? {
+            Response::Claimed(vote) => Ok(vote),
+            other => Err(self.failed(format!("claim `{name}`"), Ok(other)).into()),
+        }
+    }
+
+    /// Has the server promise to accept no binding of a name that this session holds from a writer
+    /// before `epoch`.
+    ///
+    /// # Errors
+    /// [`PublishError::Outdated`] when the server has promised itself to a later writer.
+    pub fn promise(&self, name: &str, epoch: Epoch) -> Result<(), PublishError> {
+        let request = Request::Promise {
+            name: name.to_owned(),
+            epoch,
         };
         match self.bind("claim", name, request)? {
             Response::Done => Ok(()),
@@ -437,37 +460,36 @@ impl Session {
         manifest: &[u8],
         extents: &[ExtentId],
     ) -> Result<Versions, PublishError> {
-        let request = Request::Publish {
-            name: name.to_owned(),
+        let proposal = Proposal {
             manifest: manifest.to_vec(),
-            extents: extents.to_vec(),
+            extents,
+            ballot: None,
+            keeps: false,
         };
-        match self.bind("publish", name, request)? {
-            Response::Versions(versions) => Ok(versions),
-            other => Err(self.failed(format!("publish `{name}`"), Ok(other)).into()),
-        }
+        Ok(self.propose(name, proposal)?.versions)
     }
 
-    /// Publishes as [`publish`](Self::publish) does, before another server binds the name to the
-    /// region. Extents of the version before stay with the name until the next publication here.
-    /// True if there are some that this version lacks.
+    /// Publishes as [`publish`](Self::publish) does, a binding that other servers hold, too.
     ///
     /// # Errors
-    /// As for [`publish`](Self::publish).
-    pub fn prepare(
-        &self,
-        name: &str,
-        manifest: &[u8],
-        extents: &[ExtentId],
-    ) -> Result<bool, PublishError> {
-        let request = Request::Prepare {
+    /// As for [`publish`](Self::publish); and [`PublishError::Outdated`] when the server has
+    /// promised itself to a later writer.
+    pub fn propose(&self, name: &str, proposal: Proposal<'_>) -> Result<Bound, PublishError> {
+        let request = Request::Publish {
             name: name.to_owned(),
-            manifest: manifest.to_vec(),
-            extents: extents.to_vec(),
+            manifest: proposal.manifest,
+            extents: proposal.extents.to_vec(),
+            ballot: proposal.ballot,
+            keeps: proposal.keeps,
         };
         match self.bind("publish", name, request)? {
-            Response::Done => Ok(false),
-            Response::Later => Ok(true),
+            Response::Bound {
+                versions,
+                keeps_more,
+            } => Ok(Bound {
+                versions,
+                keeps_more,
+            }),
             other => Err(self.failed(format!("publish `{name}`"), Ok(other)).into()),
         }
     }
@@ -481,6 +503,10 @@ impl Session {
                 name: owned,
             }),
             Err(RequestError::Refused(Refusal::Exists)) => Err(PublishError::Exists {
+                endpoint,
+                name: owned,
+            }),
+            Err(RequestError::Refused(Refusal::Outdated)) => Err(PublishError::Outdated {
                 endpoint,
                 name: owned,
             }),
@@ -506,10 +532,12 @@ impl Session {
                 manifest,
                 extents,
                 versions,
+                vote,
             } => Ok(Named {
                 manifest,
                 extents: extents.into_iter().map(Extent::from).collect(),
                 versions,
+                vote,
             }),
             other => Err(self.failed(format!("open `{name}`"), Ok(other)).into()),
         }
@@ -531,11 +559,13 @@ impl Session {
                 manifest,
                 extents,
                 leases,
+                vote,
             } if extents.len() == leases.len() => {
                 let leases = leases.into_iter().map(Extent::from);
                 Ok(Reading {
                     manifest,
                     extents: extents.into_iter().zip(leases).collect(),
+                    vote,
                 })
             }
             other => Err(self.failed(format!("read `{name}`"), Ok(other)).into()),
@@ -566,6 +596,9 @@ impl Session {
             }
             Err(RequestError::Refused(Refusal::InUse)) => {
                 Err(OpenNameError::InUse { endpoint, name })
+            }
+            Err(RequestError::Refused(Refusal::Shared)) => {
+                Err(OpenNameError::Shared { endpoint, name })
             }
             other => Err(self.failed(format!("{verb} `{name}`"), other).into()),
         }

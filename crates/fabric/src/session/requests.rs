@@ -38,7 +38,7 @@ pub(super) fn is_about_a_name(request: &Request) -> bool {
         request,
         Request::Claim { .. }
             | Request::Publish { .. }
-            | Request::Prepare { .. }
+            | Request::Promise { .. }
             | Request::Persist { .. }
             | Request::Open { .. }
             | Request::Read { .. }
@@ -57,7 +57,7 @@ pub(super) fn gives(request: &Request) -> bool {
 }
 
 /// True if sending the request twice has the effect of sending it once. A repeated `Publish`,
-/// `Prepare` or `Claim` meets this client's own binding or claim. Requests that give memory are
+/// `Promise` or `Claim` meets this client's own binding, promise or claim. Requests that give memory are
 /// numbered.
 pub(super) fn may_repeat(request: &Request) -> bool {
     gives(request)
@@ -67,7 +67,7 @@ pub(super) fn may_repeat(request: &Request) -> bool {
                 | Request::Contents { .. }
                 | Request::Stat
                 | Request::Publish { .. }
-                | Request::Prepare { .. }
+                | Request::Promise { .. }
                 | Request::Persist { .. }
                 | Request::Disclaim { .. }
                 | Request::Readers { .. }

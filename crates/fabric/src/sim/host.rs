@@ -4,27 +4,37 @@
 
 use std::{
     collections::{BTreeSet, HashMap, HashSet},
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
     time::Duration,
 };
 
 use farpage_wire::{
-    Durability, ExtentId, Limit, NamedRegion, Persistence, PublicKey, Refusal, Secret, ServerStat,
-    SessionId, control::NAMES_PER_ANSWER,
+    Durability, ExtentId, Limit, NamedRegion, Persistence, PublicKey, Refusal, Secret, ServerId,
+    ServerStat, SessionId,
+    control::NAMES_PER_ANSWER,
+    register::{Answer, Epoch, Register},
 };
 use parking_lot::Mutex;
 
 use crate::{
     host::{
-        Admission, Asker, Host, OpenedRegion, OpenedVersion, Peer, Transport, VersionRead, Versions,
+        Admission, Asker, Bound, Host, OpenedRegion, OpenedVersion, Peer, Proposal, Transport,
+        VersionRead, Versions,
     },
     memory::ExtentMemory,
 };
+
+/// Number of the next host: its identity.
+static HOSTS: AtomicU64 = AtomicU64::new(1);
 
 /// The plainest [`Host`]: all clients are admitted, names belong to all, and leases do not expire.
 /// For simulations and for tests of transports.
 #[derive(Debug)]
 pub struct SimHost {
+    id: ServerId,
     capacity_bytes: u64,
     state: Mutex<SimState>,
 }
@@ -52,6 +62,13 @@ struct SimName {
     extents: Vec<ExtentId>,
     claimed_by: Option<SessionId>,
     version: u64,
+    register: Register,
+}
+
+impl SimName {
+    fn is_published(&self) -> bool {
+        self.manifest.is_some() && !self.register.is_removed()
+    }
 }
 
 /// A lease to read an extent of a version.
@@ -70,6 +87,7 @@ impl SimHost {
     /// Makes a host that grants up to `capacity_bytes`.
     pub fn new(capacity_bytes: u64) -> Self {
         Self {
+            id: ServerId(HOSTS.fetch_add(1, Ordering::Relaxed).into()),
             capacity_bytes,
             state: Mutex::default(),
         }
@@ -297,19 +315,20 @@ impl Host for SimHost {
         self.state.lock().known(session)
     }
 
-    fn claim(&self, session: SessionId, name: &str, replace: bool) -> Result<(), Refusal> {
+    fn claim(&self, session: SessionId, name: &str, replace: bool) -> Result<Answer, Refusal> {
         let mut state = self.state.lock();
         state.known(session)?;
         if let Some(record) = state.names.get(name) {
             if state.in_use(record, session) {
                 return Err(Refusal::InUse);
             }
-            if record.manifest.is_some() && !replace {
+            if record.is_published() && !replace {
                 return Err(Refusal::Exists);
             }
         }
-        state.names.entry(name.to_owned()).or_default().claimed_by = Some(session);
-        Ok(())
+        let record = state.names.entry(name.to_owned()).or_default();
+        record.claimed_by = Some(session);
+        Ok((self.id, record.register.clone()))
     }
 
     fn disclaim(&self, session: SessionId, name: &str) -> Result<(), Refusal> {
@@ -319,18 +338,31 @@ impl Host for SimHost {
         Ok(())
     }
 
-    fn publish(
+    fn promise(&self, session: SessionId, name: &str, epoch: Epoch) -> Result<(), Refusal> {
+        let mut state = self.state.lock();
+        state.known(session)?;
+        let record = state.names.get(name).ok_or(Refusal::NotFound)?;
+        if !state.holders(record).any(|holder| holder == session) {
+            return Err(Refusal::InUse);
+        }
+        let record = state.names.get_mut(name).expect("found above");
+        let promised = record.register.promise(epoch);
+        promised.map_err(|_| Refusal::Outdated)
+    }
+
+    fn bind(
         &self,
         session: SessionId,
         name: &str,
-        manifest: Vec<u8>,
-        extents: &[ExtentId],
-    ) -> Result<Versions, Refusal> {
+        proposal: Proposal<'_>,
+    ) -> Result<Bound, Refusal> {
         let mut state = self.state.lock();
+        let extents = proposal.extents;
         for id in extents {
             state.owned(session, *id)?;
         }
-        let mut claimed_by = None;
+        let (mut claimed_by, mut register) = (None, Register::default());
+        let mut kept = extents.to_vec();
         if let Some(old) = state.names.get(name) {
             if state.in_use(old, session) {
                 return Err(Refusal::InUse);
@@ -339,21 +371,41 @@ impl Host for SimHost {
                 return Err(Refusal::Exists);
             }
             claimed_by = old.claimed_by;
+            register = old.register.clone();
+            if proposal.keeps {
+                let only_old = old.extents.iter().filter(|id| !extents.contains(id));
+                kept.extend(only_old);
+            }
         }
-        for id in extents {
+        let mut manifest = proposal.manifest;
+        match (&proposal.ballot, state.names.get(name)) {
+            (Some(ballot), _) => register.accept(ballot).map_err(|_| Refusal::Outdated)?,
+            (None, Some(old)) if register.is_shared() && proposal.keeps => {
+                manifest = old.manifest.clone().unwrap_or_default();
+            }
+            (None, _) if register.is_shared() => return Err(Refusal::Shared),
+            (None, _) => register.accepted = None,
+        }
+        for id in &kept {
             let extent = state.extents.get_mut(id);
-            extent.expect("owned, as seen above").names += 1;
+            extent.expect("owned, or the name's").names += 1;
         }
+        let keeps_more = kept.len() > extents.len();
         let new = SimName {
             manifest: Some(manifest),
-            extents: extents.to_vec(),
+            extents: kept,
             claimed_by,
             version: state.next_id(),
+            register,
         };
         if let Some(old) = state.names.insert(name.to_owned(), new) {
             state.unname(old);
         }
-        Ok(state.versions(name))
+        let versions = state.versions(name);
+        Ok(Bound {
+            versions,
+            keeps_more,
+        })
     }
 
     fn open(
@@ -370,6 +422,7 @@ impl Host for SimHost {
         }
         let manifest = named.manifest.clone();
         let manifest = manifest.expect("bound, since nobody claims it");
+        let vote = (self.id, named.register.clone());
         let mut extents = Vec::new();
         for id in named.extents.clone() {
             let extent = state.extents.get_mut(&id);
@@ -382,6 +435,7 @@ impl Host for SimHost {
             manifest: Arc::new(manifest),
             extents,
             versions: state.versions(name),
+            vote,
         })
     }
 
@@ -395,6 +449,7 @@ impl Host for SimHost {
         state.known(session)?;
         let named = state.names.get(name).ok_or(Refusal::NotFound)?;
         let manifest = named.manifest.clone().ok_or(Refusal::NotFound)?;
+        let vote = (self.id, named.register.clone());
         let (version, ids) = (named.version, named.extents.clone());
         let reading = state.next_id();
         let mut extents = Vec::new();
@@ -415,6 +470,7 @@ impl Host for SimHost {
         Ok(OpenedVersion {
             manifest: Arc::new(manifest),
             extents,
+            vote,
         })
     }
 
@@ -432,6 +488,10 @@ impl Host for SimHost {
             return Err(Refusal::InUse);
         }
         drop(holders);
+        let is_over = named.claimed_by.is_some() && named.register.is_removed();
+        if matches!(asker, Asker::Session(_)) && named.register.is_shared() && !is_over {
+            return Err(Refusal::Shared);
+        }
         let named = state.names.remove(name).expect("seen above");
         state.unname(named);
         Ok(())
@@ -446,7 +506,7 @@ impl Host for SimHost {
         let bytes = |id| state.extents.get(id).map_or(0, |it| it.memory.bytes());
         let mut names: Vec<_> = (state.names.iter())
             .filter(|(name, record)| {
-                record.manifest.is_some() && after.as_ref().is_none_or(|(_, after)| *name > after)
+                record.is_published() && after.as_ref().is_none_or(|(_, after)| *name > after)
             })
             .map(|(name, record)| NamedRegion {
                 owner: PublicKey([0; 32]),

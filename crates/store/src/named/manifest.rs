@@ -3,27 +3,47 @@
 //! The rule it keeps: published regions stay readable, so [`VERSION`] changes with every change of
 //! these formats.
 
-use farpage_fabric::ExtentId;
+use std::collections::HashSet;
+
+use farpage_fabric::{ExtentId, ServerId};
 use serde::{Deserialize, Serialize};
 
 use crate::{
     Codec, Layout,
     entry::{EntryWords, PageEntry},
-    place::SlotSpan,
+    place::{SlotPlace, SlotSpan},
 };
 
-pub(super) const VERSION: u32 = 3;
+pub(super) const VERSION: u32 = 4;
 
 /// Value that a name is bound to, on each server of the region.
 #[derive(Serialize, Deserialize)]
 pub(super) enum Manifest {
-    /// The region, on its first server.
+    /// The region, on the servers that hold the name: the first, or all of a region with copies.
     Region(Box<RegionManifest>),
     /// Marker on the other servers, which only keep extents.
     Part,
 }
 
-#[derive(Serialize, Deserialize)]
+/// Server of a region.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct BoundServer {
+    /// Identity of the server. Another one may have its endpoint by now.
+    pub(super) id: ServerId,
+    pub(super) endpoint: String,
+}
+
+/// Extents of different servers that hold the same bytes.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct BoundGroup {
+    /// Server that entries name.
+    pub(super) arena: u8,
+    pub(super) bytes: u64,
+    /// Server and extent of each copy that is complete.
+    pub(super) members: Vec<(u8, ExtentId)>,
+}
+
+#[derive(Clone, Serialize, Deserialize)]
 pub(super) struct RegionManifest {
     pub(super) version: u32,
     pub(super) bytes: u64,
@@ -33,10 +53,12 @@ pub(super) struct RegionManifest {
     pub(super) seed: u64,
     /// True if the region's raw size is to be granted at once.
     pub(super) reserved: bool,
-    /// Endpoints, by the servers' numbers in entries.
-    pub(super) servers: Vec<String>,
-    /// Server and extent, by the extents' indices in entries.
-    pub(super) extents: Vec<Option<(u8, ExtentId)>>,
+    /// Number of copies of each page.
+    pub(super) copies: u8,
+    /// Servers, by their numbers in entries.
+    pub(super) servers: Vec<BoundServer>,
+    /// Groups of extents, by their indices in entries.
+    pub(super) groups: Vec<Option<BoundGroup>>,
     pub(super) map_bytes: u64,
     pub(super) map: Vec<EntryWords>,
 }
@@ -52,6 +74,15 @@ pub(super) fn places_of(map: &[u8], area: &[SlotSpan]) -> Vec<u64> {
     let slots = pages.filter_map(|words| span_of(&words_of(words)));
     let slots = slots.chain(area.iter().copied());
     slots.map(|slot| slot.place.pack()).collect()
+}
+
+/// Returns the indices of the groups that packed places lie in.
+pub(super) fn extents_of(places: &[u64]) -> HashSet<u32> {
+    let mut extents: Vec<u32> = (places.iter())
+        .map(|place| SlotPlace::unpack(*place).extent)
+        .collect();
+    extents.dedup();
+    extents.into_iter().collect()
 }
 
 pub(super) fn words_of(bytes: &[u8; 32]) -> EntryWords {

@@ -10,10 +10,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farpage_fabric::{ControlError, ExtentRange, Persistence, Session};
+use farpage_fabric::{ControlError, ExtentRange, Persistence, Session, log::later};
 
 use crate::{
     PublishStoreError,
+    groups::ExtentGroup,
     names::check_disks,
     place::{SlotPlace, SlotSpan, slot_bytes},
     pool::SlotPool,
@@ -64,30 +65,41 @@ impl Additions {
         }
     }
 
-    /// Sends the slots to their servers, to be written to the disks. Waits for all.
+    /// Sends the slots to those of their servers that are in `takers`, to be written to the disks.
+    /// Waits for all. Of a pool with copies, takes servers out of `takers` whose disk does not take
+    /// the slots: they have no part in the publication.
     ///
     /// # Errors
     /// The error of a server; or one of the servers that have slots, or the name, has no disk.
-    pub(super) fn write(self, pool: &SlotPool, name: &str) -> Result<(), PublishStoreError> {
+    pub(super) fn write(
+        self,
+        pool: &SlotPool,
+        name: &str,
+        takers: &mut Vec<u8>,
+    ) -> Result<(), PublishStoreError> {
         if !self.is_kept {
             return Ok(());
         }
-        let homes = pool.extents();
-        let range = |row: &Row| {
-            let (server, extent) = homes.get(row.start.extent as usize).copied().flatten()?;
+        let ranges_of = |row: &Row| {
+            let group = pool.group(row.start);
             let (offset, bytes) = (row.start.offset, row.bytes);
-            let range = ExtentRange {
-                extent,
-                offset,
-                bytes,
-            };
-            Some((server, range))
+            let members: Vec<_> = group.iter().flat_map(ExtentGroup::good).collect();
+            members.into_iter().map(move |(_, member)| {
+                let range = ExtentRange {
+                    extent: member.id,
+                    offset,
+                    bytes,
+                };
+                (member.server, range)
+            })
         };
-        let mut ranges: Vec<_> = self.rows.iter().filter_map(range).collect();
+        let mut ranges: Vec<_> = self.rows.iter().flat_map(ranges_of).collect();
+        ranges.retain(|(server, _)| takers.contains(server));
         ranges.sort_unstable();
         // The first server has the name, and is asked in any case: it may be writing still.
         let mut sessions: BTreeMap<u8, &Arc<Session>> = BTreeMap::new();
-        for server in ranges.iter().map(|(server, _)| *server).chain([0]) {
+        let asked = takers.first().copied();
+        for server in ranges.iter().map(|(server, _)| *server).chain(asked) {
             sessions.insert(server, pool.session(server));
         }
         let mixed = |source| PublishStoreError::Mixed {
@@ -103,11 +115,22 @@ impl Additions {
         let wait = pool.servers().len() > 1;
         for (server, session) in sessions {
             let its = ranges.iter().filter(|(on, _)| *on == server);
-            for request in requests(its.map(|(_, range)| *range)) {
-                ask(session, name, request, wait).map_err(|source| PublishStoreError::Persist {
-                    name: name.to_owned(),
-                    source,
-                })?;
+            let mut requests = requests(its.map(|(_, range)| *range)).into_iter();
+            match requests.try_for_each(|request| ask(session, name, request, wait)) {
+                Ok(()) => {}
+                Err(error) if pool.has_copies() => {
+                    takers.retain(|taker| *taker != server);
+                    let (endpoint, name) = (session.endpoint().clone(), name.to_owned());
+                    later(move || {
+                        tracing::warn!(%endpoint, name, %error, "the server has no part in a publication");
+                    });
+                }
+                Err(source) => {
+                    return Err(PublishStoreError::Persist {
+                        name: name.to_owned(),
+                        source,
+                    });
+                }
             }
         }
         Ok(())

@@ -1,22 +1,30 @@
 //! [`PageStore::publish`]: writes a region's page map to remote memory and binds its name to it.
 //!
-//! The rule it keeps: until the name is bound, the previous publication is whole on all servers;
-//! and the name is bound by one request to the region's first server.
+//! The rule it keeps: until the name is bound, the previous publication is whole on all servers. The
+//! name is bound once a majority of its holders has accepted the binding.
 
-use farpage_fabric::{ControlError, PublishError, Versions, log::later};
+use std::{collections::HashSet, sync::Arc};
+
+use farpage_fabric::{ControlError, ExtentId, PublishError, Session, host::Proposal, log::later};
 
 use super::{
-    manifest::{Manifest, RegionManifest, VERSION, bytes_of, places_of, span_of, words_of},
+    manifest::{
+        BoundGroup, BoundServer, Manifest, RegionManifest, VERSION, bytes_of, extents_of,
+        places_of, span_of, words_of,
+    },
     persist::Additions,
+    turn::{Turn, Undecided},
 };
 use crate::{
     PageStore, PublishStoreError,
     codec::{self, Form},
     entry::{EntryWords, PUBLISHED, PageEntry, portable},
+    groups::ExtentGroup,
     mover::{MoveError, Mover},
     place::SlotSpan,
     pool::SlotPool,
     publications::{Ended, PIECE_BYTES, map_bytes},
+    readers::ToldVersions,
     remote::{Backing, RemoteStore},
 };
 
@@ -33,6 +41,7 @@ impl PageStore {
             remote @ RemoteStore {
                 claim: Some(claim),
                 publications: Some(publications),
+                turn: Some(turn),
                 ..
             },
         ) = &self.backing
@@ -49,30 +58,46 @@ impl PageStore {
         };
         let mut additions = Additions::new(pool);
         let mut publication = publications.begin(pool, map_bytes).map_err(full)?;
+        let fixed = pool.fix_members();
         // 1. Copy the map.
         let map = publication.copy(|| self.copy_map(map_bytes, &mut additions));
         let places = places_of(&map, publication.area());
+        let used = match pool.has_copies() {
+            true => extents_of(&places),
+            false => HashSet::new(),
+        };
         // 2. Write it, put what is new on the servers' disks, and bind the name to the map.
         let result = match self.write_map(pool, name, &map, publication.area()) {
             Ok(entries) => {
                 (entries.iter().filter_map(span_of)).for_each(|slot| additions.add(slot));
-                let written = additions.write(pool, name);
-                written.and_then(|()| self.bind(remote, name, map_bytes, entries))
+                let mut binding = Places::new(pool, name, turn);
+                match additions.write(pool, name, &mut binding.takers) {
+                    Ok(()) => binding.prepare().and_then(|()| {
+                        let manifest = self.manifest(remote, &binding, map_bytes, entries);
+                        binding.bind(manifest, &used)
+                    }),
+                    Err(error) => Err(NotBound {
+                        error,
+                        is_unknown: false,
+                    }),
+                }
             }
             Err(failure) => {
                 let (failed, error) = *failure;
                 publication.give_up_area(pool, failed);
-                Err(error)
+                Err(NotBound {
+                    error,
+                    is_unknown: false,
+                })
             }
         };
         // 3. Slots that only the previous map referred to are free now. After a failure, or when
         //    the server has ended, slots are free that only this map refers to.
-        let (_, first) = &pool.servers()[0];
         let ended = match &result {
-            Ok(versions) => Ended::Bound(versions.clone()),
-            Err(error) if may_have_happened(error) && !first.has_outlived_server() => {
-                Ended::Unknown
-            }
+            Ok(told) => Ended::Bound(told.clone()),
+            Err(NotBound {
+                is_unknown: true, ..
+            }) => Ended::Unknown,
             Err(_) => Ended::Failed,
         };
         publication.end(pool, ended, places, || self.mark_published(&map));
@@ -80,7 +105,8 @@ impl PageStore {
         if result.is_ok() && remote.reservation.is_some() {
             pool.shrink();
         }
-        result.map(drop)
+        drop(fixed);
+        result.map(drop).map_err(|failure| failure.error)
     }
 
     /// Copies the map. Slots that the last published map does not refer to are `additions`.
@@ -129,7 +155,7 @@ impl PageStore {
                 continue;
             }
             let failed = |slot, error| Box::new((slot, error));
-            let written = mover.write(slot.place, piece);
+            let written = mover.write_copies(slot.place, piece);
             written.map_err(|error| match error {
                 MoveError::Memory(source) => failed(
                     None,
@@ -165,16 +191,15 @@ impl PageStore {
         Ok(entries)
     }
 
-    fn bind(
+    /// Returns the manifest of a map.
+    fn manifest(
         &self,
         remote: &RemoteStore,
-        name: &str,
+        places: &Places<'_>,
         map_bytes: u64,
         map: Vec<EntryWords>,
-    ) -> Result<Versions, PublishStoreError> {
-        let pool = &remote.pool;
-        let extents = pool.extents();
-        let manifest = Manifest::Region(Box::new(RegionManifest {
+    ) -> RegionManifest {
+        RegionManifest {
             version: VERSION,
             bytes: self.bytes,
             page_bytes: self.page_bytes as u64,
@@ -182,63 +207,263 @@ impl PageStore {
             layout: remote.scheme.layout.clone(),
             seed: self.seed,
             reserved: remote.reservation.is_some(),
-            servers: pool
-                .servers()
-                .iter()
-                .map(|(_, session)| session.endpoint().to_string())
-                .collect(),
-            extents: extents.clone(),
+            copies: remote.pool.redundancy().copies() as u8,
+            servers: places.servers(),
+            groups: places.groups(),
             map_bytes,
             map,
-        }));
-        let encode = |it: &Manifest| postcard::to_stdvec(it).expect("a manifest is plain data");
-        let held = |server: usize| -> Vec<_> {
-            let extents = extents.iter().flatten();
-            let its = extents.filter(|(on, _)| usize::from(*on) == server);
-            its.map(|(_, id)| *id).collect()
+        }
+    }
+}
+
+/// Publication of a binding: its servers and extents.
+pub(super) struct Places<'a> {
+    pub(super) pool: &'a SlotPool,
+    pub(super) name: &'a str,
+    pub(super) turn: &'a Turn,
+    /// Servers that take part, by their numbers.
+    pub(super) takers: Vec<u8>,
+}
+
+/// Failure to bind a name.
+pub(super) struct NotBound {
+    pub(super) error: PublishStoreError,
+    /// True if the name may be bound nevertheless.
+    pub(super) is_unknown: bool,
+}
+
+impl<'a> Places<'a> {
+    /// Takes the servers that answer. Of a pool without copies all are needed.
+    pub(super) fn new(pool: &'a SlotPool, name: &'a str, turn: &'a Turn) -> Self {
+        let servers = 0..pool.servers().len() as u8;
+        let is_usable = |session: &Arc<Session>| {
+            let number = pool.number_of(session);
+            number.is_some_and(|server| pool.is_usable(server))
         };
-        let failed = |source| PublishStoreError::Publish {
-            name: name.to_owned(),
-            source,
+        let takers = match pool.has_copies() && turn.is_enough(is_usable) {
+            true => servers.filter(|&server| pool.is_usable(server)).collect(),
+            false => servers.collect(),
         };
-        // 1. The others hold at least the extents that the first server's maps need, of this
-        //    version and of the one before. A server that holds none is told so, too.
+        Self {
+            pool,
+            name,
+            turn,
+            takers,
+        }
+    }
+
+    /// Takes all servers.
+    pub(super) fn all(pool: &'a SlotPool, name: &'a str, turn: &'a Turn) -> Self {
+        Self {
+            pool,
+            name,
+            turn,
+            takers: (0..pool.servers().len() as u8).collect(),
+        }
+    }
+
+    /// Has the holders keep the extents of this version beside those of the one before, so that the
+    /// version is whole wherever it is accepted. Servers that do not answer have no part in it.
+    ///
+    /// # Errors
+    /// Too few holders answer. The name keeps its binding.
+    pub(super) fn prepare(&mut self) -> Result<(), NotBound> {
+        if !self.turn.is_shared() {
+            return Ok(());
+        }
+        let (pool, turn) = (self.pool, self.turn);
         let part = encode(&Manifest::Part);
+        let mut first = None;
+        for session in turn.holders() {
+            let Some(server) = pool.number_of(session) else {
+                continue;
+            };
+            if !self.takers.contains(&server) {
+                continue;
+            }
+            let extents = self.held(session);
+            if turn.keeps(session, &extents) {
+                continue;
+            }
+            let proposal = Proposal {
+                manifest: part.clone(),
+                extents: &extents,
+                ballot: None,
+                keeps: true,
+            };
+            match session.propose(self.name, proposal) {
+                Ok(_) => turn.note_kept(session, &extents),
+                Err(error) => {
+                    let is_it = |it: &u8| Arc::ptr_eq(pool.session(*it), session);
+                    self.takers.retain(|it| !is_it(it));
+                    first.get_or_insert(error);
+                }
+            }
+        }
+        let takes = |session: &Arc<Session>| self.takes(session);
+        match turn.is_enough(takes) {
+            true => Ok(()),
+            false => Err(Undecided {
+                have: turn.holders().filter(|it| takes(it)).count(),
+                need: turn.need(),
+                error: first,
+                is_unknown: false,
+            }
+            .into_error(self.name)),
+        }
+    }
+
+    fn takes(&self, session: &Arc<Session>) -> bool {
+        let mut takers = self.takers.iter();
+        takers.any(|server| Arc::ptr_eq(self.pool.session(*server), session))
+    }
+
+    /// Returns the extents of the version at a server.
+    fn held(&self, session: &Arc<Session>) -> Vec<ExtentId> {
+        let groups = self.groups();
+        let members = groups.iter().flatten().flat_map(|group| &group.members);
+        let its = members.filter(|(on, _)| Arc::ptr_eq(self.pool.session(*on), session));
+        its.map(|(_, id)| *id).collect()
+    }
+
+    /// Binds the name to a region, and has the servers forget what only the version before has.
+    /// `used` are the indices of the groups that the region's map refers to. Returns what the
+    /// holders said.
+    pub(super) fn bind(
+        &self,
+        manifest: RegionManifest,
+        used: &HashSet<u32>,
+    ) -> Result<Vec<ToldVersions>, NotBound> {
+        let (pool, name) = (self.pool, self.name);
+        let failed = |source| NotBound {
+            is_unknown: may_have_happened(&source),
+            error: PublishStoreError::Publish {
+                name: name.to_owned(),
+                source,
+            },
+        };
+        let lacks = |index: &&u32| {
+            let group = manifest.groups.get(**index as usize);
+            !group.is_some_and(|it| it.as_ref().is_some_and(|it| !it.members.is_empty()))
+        };
+        if let Some(index) = used.iter().find(lacks) {
+            return Err(NotBound {
+                is_unknown: false,
+                error: PublishStoreError::Lost {
+                    name: name.to_owned(),
+                    endpoints: pool.endpoints_of(*index),
+                },
+            });
+        }
+        let is_holder = |session: &Arc<Session>| {
+            let mut holders = self.turn.holders();
+            holders.any(|holder| Arc::ptr_eq(holder, session))
+        };
+        // 1. Servers that do not hold the name keep at least the extents that the holders' maps
+        //    need, of this version and of the one before. A server that holds none is told so, too.
+        let part = encode(&Manifest::Part);
+        let part_of = |session: &Arc<Session>, keeps| {
+            let proposal = Proposal {
+                manifest: part.clone(),
+                extents: &self.held(session),
+                ballot: None,
+                keeps,
+            };
+            session.propose(name, proposal)
+        };
         let mut keep_more = Vec::new();
-        for (server, (_, session)) in pool.servers().iter().enumerate().skip(1) {
-            let prepared = session.prepare(name, &part, &held(server));
-            if prepared.map_err(failed)? {
-                keep_more.push((server, session));
+        for (_, session) in pool.servers().iter().filter(|(_, it)| !is_holder(it)) {
+            let bound = part_of(session, true).map_err(failed)?;
+            if bound.keeps_more {
+                keep_more.push(session);
             }
         }
-        // 2. The first server's manifest is the publication.
-        let (_, first) = &pool.servers()[0];
-        let versions = first.publish(name, &encode(&manifest), &held(0));
-        let versions = versions.map_err(failed)?;
-        // 3. The others free what only the version before has.
-        for (server, session) in keep_more {
-            if let Err(error) = session.publish(name, &part, &held(server)) {
-                let (endpoint, name) = (session.endpoint().clone(), name.to_owned());
-                later(move || {
-                    tracing::warn!(%endpoint, name, %error, "memory of the version before stays until the next flush");
-                });
-            }
+        // 2. The holders' manifest is the publication.
+        let region = encode(&Manifest::Region(Box::new(manifest)));
+        let takes = |session: &Arc<Session>| self.takes(session);
+        let whole = |session: &Arc<Session>| (region.clone(), self.held(session));
+        let accepted = self.turn.propose(false, takes, whole);
+        let accepted = accepted.map_err(|undecided| undecided.into_error(name))?;
+        // 3. All free what only the version before has.
+        let mut failures = self.turn.settle(&accepted, whole);
+        for session in keep_more {
+            let failure = part_of(session, false).err();
+            failures.extend(failure.map(|error| (session.clone(), error)));
         }
-        Ok(versions)
+        for (session, error) in failures {
+            let (endpoint, name) = (session.endpoint().clone(), name.to_owned());
+            later(move || {
+                tracing::warn!(%endpoint, name, %error, "memory of the version before stays until the next flush");
+            });
+        }
+        let told = accepted.into_iter().filter_map(|it| {
+            let server = pool.number_of(&it.session)?;
+            Some((server, it.bound.versions))
+        });
+        Ok(told.collect())
+    }
+
+    fn servers(&self) -> Vec<BoundServer> {
+        let servers = self.pool.servers().iter();
+        let server = |(_, session): &(usize, Arc<Session>)| BoundServer {
+            id: self.turn.id_of(session).unwrap_or_default(),
+            endpoint: session.endpoint().to_string(),
+        };
+        servers.map(server).collect()
+    }
+
+    /// Returns the groups with those of their complete copies whose servers take part.
+    fn groups(&self) -> Vec<Option<BoundGroup>> {
+        let groups = self.pool.bound_groups().into_iter();
+        let group = |(arena, group): (u8, ExtentGroup)| BoundGroup {
+            arena,
+            bytes: group.bytes,
+            members: (group.good())
+                .filter(|(_, member)| self.takers.contains(&member.server))
+                .map(|(_, member)| (member.server, member.id))
+                .collect(),
+        };
+        groups.map(|it| it.map(group)).collect()
+    }
+}
+
+fn encode(manifest: &Manifest) -> Vec<u8> {
+    postcard::to_stdvec(manifest).expect("a manifest is plain data")
+}
+
+impl Undecided {
+    /// Returns the failure to publish region `name`.
+    fn into_error(self, name: &str) -> NotBound {
+        let Self {
+            have,
+            need,
+            error,
+            is_unknown,
+        } = self;
+        let name = name.to_owned();
+        let error = match error {
+            // A majority of one.
+            Some(source) if need == 1 => PublishStoreError::Publish { name, source },
+            error => PublishStoreError::Holders {
+                name,
+                have,
+                need,
+                reason: error.map_or_else(
+                    || "the others do not answer".to_owned(),
+                    |it| it.to_string(),
+                ),
+            },
+        };
+        NotBound { error, is_unknown }
     }
 }
 
 /// True if the name may be bound despite the error. A request whose connection broke is sent again
 /// on the next connection, where proving the user's key may fail.
-fn may_have_happened(error: &PublishStoreError) -> bool {
+pub(crate) fn may_have_happened(error: &PublishError) -> bool {
     matches!(
         error,
-        PublishStoreError::Publish {
-            source: PublishError::Control(
-                ControlError::Disconnected { .. } | ControlError::Key { .. }
-            ),
-            ..
-        }
+        PublishError::Control(ControlError::Disconnected { .. } | ControlError::Key { .. })
     )
 }
 
@@ -250,10 +475,7 @@ mod tests {
     fn only_an_answer_says_that_nothing_was_published() {
         let (endpoint, name) = ("tcp://a:1".to_owned(), "x".to_owned());
         let (attempt, reason) = ("publish".to_owned(), "because".to_owned());
-        let said = |source: PublishError| {
-            let name = "x".to_owned();
-            may_have_happened(&PublishStoreError::Publish { name, source })
-        };
+        let said = |source: PublishError| may_have_happened(&source);
         let refused = ControlError::Refused {
             endpoint: endpoint.clone(),
             attempt: attempt.clone(),

@@ -5,9 +5,10 @@
 //! only while it is sealed and no write to it is under way. Copying is left to the
 //! [repairs](crate::repair).
 
-use std::sync::atomic::Ordering;
+use std::sync::{Arc, atomic::Ordering};
 
 use farpage_fabric::{AllocError, Extent, ExtentId, Session};
+use farpage_signals::MutexGuard;
 
 use super::SlotPool;
 use crate::{
@@ -33,6 +34,13 @@ impl SlotPool {
     /// True if the server answers and keeps this program's memory.
     pub(crate) fn is_usable(&self, server: u8) -> bool {
         self.health.is_fine(self.port(server)) && self.session(server).loss(false).is_none()
+    }
+
+    /// Notes that a server has failed to answer.
+    pub(crate) fn failed(&self, server: u8) {
+        if self.has_copies() {
+            self.health.failed(self.port(server));
+        }
     }
 
     /// Returns the part that a group has in the choice of slots.
@@ -148,6 +156,62 @@ impl SlotPool {
             self.health.changed();
         }
         marked
+    }
+
+    /// Tells for each server if anything may be written there. Nothing is written to members that
+    /// are not Good, and none of them becomes Good again.
+    pub(crate) fn written_servers(&self) -> Vec<bool> {
+        let mut written = vec![!self.has_copies(); self.servers.len()];
+        let groups = self.groups.all().into_iter().flatten();
+        for (_, member) in groups.flat_map(|group| group.good().collect::<Vec<_>>()) {
+            written[usize::from(member.server)] = true;
+        }
+        written
+    }
+
+    /// True if anything may be written at a server.
+    pub(crate) fn is_written(&self, server: u8) -> bool {
+        self.written_servers()[usize::from(server)]
+    }
+
+    /// Returns the Good members of each group, by index, each with the arena that gives its slots
+    /// out. Of a pool without copies, all members.
+    pub(crate) fn bound_groups(&self) -> Vec<Option<(u8, ExtentGroup)>> {
+        let arena_of = |index: u32| {
+            let arena = self
+                .arenas
+                .iter()
+                .position(|it| it.lock().has_extent(index));
+            arena.map(|arena| arena as u8)
+        };
+        let groups = (0..).zip(self.groups.all());
+        let groups = groups.map(|(index, group)| Some((arena_of(index)?, group?)));
+        groups.collect()
+    }
+
+    /// Adds a group whose members were opened, and returns its index. Some copies may be missing.
+    pub(crate) fn add_opened(
+        &self,
+        arena: u8,
+        bytes: u64,
+        members: impl IntoIterator<Item = (u8, ExtentId)>,
+    ) -> Option<u32> {
+        let group = ExtentGroup::new(self.copies, bytes, members);
+        for (_, member) in group.members() {
+            self.count_copy(member.server, bytes);
+        }
+        self.add_group(arena, group)
+    }
+
+    /// Keeps the members of all groups as they are while the result is held: a publication writes
+    /// to them, and names them.
+    pub(crate) fn fix_members(&self) -> MutexGuard<'_, ()> {
+        self.members.lock()
+    }
+
+    /// Keeps the members, as [`fix_members`](Self::fix_members) does, unless somebody else does.
+    pub(crate) fn try_fix_members(&self) -> Option<MutexGuard<'_, ()>> {
+        self.members.try_lock()
     }
 
     /// True if an extent of the server with a port is a Good member of its group, so that a late
@@ -293,6 +357,23 @@ impl SlotPool {
         (groups.filter(ExtentGroup::is_under_protected))
             .map(|group| group.bytes)
             .sum()
+    }
+
+    /// Returns the number of the server of a session.
+    pub(crate) fn number_of(&self, session: &Arc<Session>) -> Option<u8> {
+        let mut servers = self.servers.iter();
+        let number = servers.position(|(_, other)| Arc::ptr_eq(other, session));
+        number.map(|number| number as u8)
+    }
+
+    /// Returns the endpoints of a group's servers, for people.
+    pub(crate) fn endpoints_of(&self, index: u32) -> String {
+        let place = SlotPlace {
+            server: 0,
+            extent: index,
+            offset: 0,
+        };
+        self.endpoints(place)
     }
 
     /// Returns the endpoints of a place's servers, for people.

@@ -384,7 +384,7 @@ impl SlotPool {
         let full = failure.expect("a pool has at least one server");
         let room = self
             .readers()
-            .map(|readers| readers.make_room(full.clone()));
+            .map(|readers| readers.make_room(full.clone(), |server| self.is_written(server)));
         let error = match room {
             Some(Ok(free)) => {
                 self.free(&free);

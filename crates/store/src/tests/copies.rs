@@ -561,10 +561,11 @@ fn copies_that_cannot_be_kept_are_refused_and_take_nothing() {
     }
     let named = RemoteOptions {
         name: Some("kept".to_owned()),
+        redundancy: Some(Redundancy::Parity { data: 2, parity: 1 }),
         ..options(2)
     };
-    let error = create(&named).expect_err("names are kept by one server each");
-    assert!(matches!(error, CreateError::NamedCopies { .. }), "{error}");
+    let error = create(&named).expect_err("names have no parity");
+    assert!(matches!(error, CreateError::NamedParity { .. }), "{error}");
     world.servers[1].kill();
     let error = create(&options(2)).expect_err("one of them is dead");
     assert!(error.to_string().contains("sim:2"), "{error}");

@@ -19,6 +19,7 @@ mod repairs;
 mod room;
 mod runs;
 mod sets;
+mod shared_names;
 mod snapshots;
 
 use std::{

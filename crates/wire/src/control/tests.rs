@@ -6,13 +6,16 @@ use proptest::{collection::vec, prelude::*};
 use serde::{Serialize, de::DeserializeOwned};
 
 use super::*;
-use crate::{ClientStat, PersistStat, ShareStat, TierStat};
+use crate::{
+    ClientStat, PersistStat, ServerId, ShareStat, TierStat,
+    register::{Register, Stamp},
+};
 
 #[test]
 fn hello_has_pinned_bytes() {
     assert_eq!(
         &Hello::new(Purpose::Data).encode(),
-        b"farpage\0\x0b\0\x02\0\0\0\0\0"
+        b"farpage\0\x0c\0\x02\0\0\0\0\0"
     );
 }
 
@@ -57,12 +60,27 @@ where
 /// A failure means that the protocol has changed: see [`VERSION`].
 #[test]
 fn every_message_has_the_bytes_of_this_version() {
-    assert_eq!(VERSION, 11);
+    assert_eq!(VERSION, 12);
     let (session, secret) = (SessionId(300), Secret([7; 16]));
     let (id, bytes) = (ExtentId(5), 300);
     let (name, manifest) = ("n".to_owned(), vec![9]);
     let sevens = [7; 16];
     let key = PublicKey([6; 32]);
+    let epoch = Epoch {
+        counter: 3,
+        writer: 4,
+    };
+    let ballot = Ballot {
+        stamp: Stamp { epoch, version: 2 },
+        holders: vec![ServerId(8)],
+        removed: false,
+    };
+    let register = Register {
+        promised: epoch,
+        accepted: Some(ballot.clone()),
+    };
+    let vote = (ServerId(8), register);
+    let vote_bytes = [8, 3, 4, 1, 3, 4, 2, 1, 8, 0];
     let requests = [
         (
             Request::Begin {
@@ -95,8 +113,10 @@ fn every_message_has_the_bytes_of_this_version() {
                 name: name.clone(),
                 manifest: manifest.clone(),
                 extents: vec![id],
+                ballot: Some(ballot.clone()),
+                keeps: true,
             },
-            vec![6, 1, b'n', 1, 9, 1, 5],
+            vec![6, 1, b'n', 1, 9, 1, 5, 1, 3, 4, 2, 1, 8, 0, 1],
         ),
         (
             Request::Open {
@@ -172,12 +192,11 @@ fn every_message_has_the_bytes_of_this_version() {
             vec![19, 1, b'n', 1, 5, 0xac, 2, 2, 1],
         ),
         (
-            Request::Prepare {
+            Request::Promise {
                 name: name.clone(),
-                manifest: manifest.clone(),
-                extents: vec![id],
+                epoch,
             },
-            vec![20, 1, b'n', 1, 9, 1, 5],
+            vec![20, 1, b'n', 3, 4],
         ),
     ];
     requests.into_iter().for_each(travels);
@@ -277,8 +296,13 @@ fn every_message_has_the_bytes_of_this_version() {
                 manifest: manifest.clone(),
                 extents: vec![lease],
                 versions: versions.clone(),
+                vote: vote.clone(),
             },
-            vec![3, 1, 9, 1, 5, 0xac, 2, 1, 0, 1, 0xac, 2, 1, 3, 2],
+            [
+                &[3, 1, 9, 1, 5, 0xac, 2, 1, 0, 1, 0xac, 2, 1, 3, 2][..],
+                &vote_bytes,
+            ]
+            .concat(),
         ),
         (
             Response::Stat(Box::new(stat)),
@@ -330,11 +354,23 @@ fn every_message_has_the_bytes_of_this_version() {
                 manifest,
                 extents: vec![ExtentId(7)],
                 leases: vec![lease],
+                vote: vote.clone(),
             },
-            vec![8, 1, 9, 1, 7, 1, 5, 0xac, 2, 1, 0, 1],
+            [&[8, 1, 9, 1, 7, 1, 5, 0xac, 2, 1, 0, 1][..], &vote_bytes].concat(),
         ),
-        (Response::Versions(versions), vec![9, 0xac, 2, 1, 3, 2]),
+        (
+            Response::Versions(versions.clone()),
+            vec![9, 0xac, 2, 1, 3, 2],
+        ),
         (Response::Later, vec![10]),
+        (Response::Claimed(vote), [&[11][..], &vote_bytes].concat()),
+        (
+            Response::Bound {
+                versions,
+                keeps_more: true,
+            },
+            vec![12, 0xac, 2, 1, 3, 2, 1],
+        ),
     ];
     responses.into_iter().for_each(travels);
     let key = RemoteKey {
@@ -363,6 +399,8 @@ fn a_list_of_more_extents_than_a_server_has_is_not_read_to_its_end() {
         name: "n".to_owned(),
         manifest: vec![],
         extents: vec![ExtentId(1); extents],
+        ballot: None,
+        keeps: false,
     };
     let most = encode(&publish(MAX_EXTENTS)).expect("short");
     assert!(decode::<Request>(&most[PREFIX_BYTES..]).is_ok());
@@ -408,6 +446,8 @@ fn a_frame_beyond_its_limit_is_refused_before_it_is_read() {
         name: String::new(),
         manifest,
         extents: vec![],
+        ballot: None,
+        keeps: false,
     };
     assert!(matches!(
         encode(&huge),

@@ -2,7 +2,8 @@
 
 use std::{io, thread};
 
-use farpage_wire::{Durability, ExtentRange, Persistence};
+use farpage_fabric::host::Proposal;
+use farpage_wire::{Durability, ExtentRange, Persistence, ServerId, register::Register};
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 
@@ -88,6 +89,7 @@ fn an_extent_that_two_names_claim_stays_until_both_are_removed() {
     let writer = Writer::create(&state, "a");
     let memory = &writer.extents[0];
     let claim = Binding {
+        server: ServerId(1),
         version: 9,
         origin: HERE,
         manifest: Vec::new(),
@@ -96,6 +98,7 @@ fn an_extent_that_two_names_claim_stays_until_both_are_removed() {
             bytes: memory.bytes(),
             atomics: false,
         }],
+        register: Register::default(),
     };
     for name in ["a", "b"] {
         let durable = state.durable.as_ref().unwrap();
@@ -333,6 +336,17 @@ fn the_bytes_on_the_disk_are_those_of_all_files() {
     check(&start(&folder.reopen(), Persistence::AtOnce).unwrap());
 }
 
+/// Publishes `a` so that what the version before has stays. True if there is such.
+fn keeps_more(state: &State, session: SessionId, extents: &[ExtentId]) -> bool {
+    let proposal = Proposal {
+        manifest: vec![1],
+        extents,
+        ballot: None,
+        keeps: true,
+    };
+    state.bind(session, "a", proposal).unwrap().keeps_more
+}
+
 /// The first server of the region binds the name between the two publications.
 #[test]
 fn what_a_part_replaces_is_there_until_the_region_is_bound() {
@@ -343,8 +357,7 @@ fn what_a_part_replaces_is_there_until_the_region_is_bound() {
         let (pages, ranges) = writer.change(state, &mut random());
         state.persist(writer.session, "a", &ranges, true).unwrap();
         let extents: Vec<_> = writer.extents.iter().map(|memory| memory.id()).collect();
-        let keeps_more = state.prepare(writer.session, "a", vec![1], &extents);
-        assert_eq!(keeps_more, Ok(replace));
+        assert_eq!(keeps_more(state, writer.session, &extents), replace);
         writer.published = pages;
         (writer, extents)
     };
@@ -371,9 +384,6 @@ fn what_a_part_replaces_is_there_until_the_region_is_bound() {
     state.publish(new.session, "a", vec![1], &extents).unwrap();
     assert_eq!(folder.files("extent-").len(), extents.len());
     assert_eq!(state.ledger.lock().extents.len(), extents.len());
-    assert_eq!(
-        state.prepare(new.session, "a", vec![1], &extents),
-        Ok(false)
-    );
+    assert!(!keeps_more(&state, new.session, &extents));
     state.check();
 }

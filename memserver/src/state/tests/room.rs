@@ -175,7 +175,7 @@ fn claims_alone_take_neither_the_names_of_others_nor_of_the_own_key() {
     // 1. One session: the most names that it has published nothing under.
     let most = super::names::CLAIMS_PER_SESSION;
     let claim = |session, i: usize| state.claim(session, &format!("{session} {i}"), false);
-    (0..most).for_each(|i| claim(greedy[0], i).unwrap());
+    (0..most).for_each(|i| drop(claim(greedy[0], i).unwrap()));
     let refused = claim(greedy[0], most).unwrap_err();
     assert!(
         matches!(&refused, Refusal::Invalid(why) if why.contains("publish or close")),

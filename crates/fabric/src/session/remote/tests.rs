@@ -118,11 +118,13 @@ fn what_a_lost_answer_gave_is_counted_as_often_as_it_is_given_back() {
                 manifest: Vec::new(),
                 extents: Vec::new(),
                 versions: Versions::default(),
+                vote: Default::default(),
             },
             Request::Open { .. } => Response::Opened {
                 manifest: Vec::new(),
                 extents: vec![lease(1), lease(2)],
                 versions: Versions::default(),
+                vote: Default::default(),
             },
             _ => Response::Done,
         })
