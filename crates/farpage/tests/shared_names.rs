@@ -87,7 +87,6 @@ fn a_server_that_is_killed_leaves_the_array_to_be_read_and_written() {
         assert_version(&array, 2);
         write_next(&runtime, 2);
         assert_version(&array, 2);
-        runtime.remove(NAME).unwrap_err();
         drop(array);
         write_next(&runtime, 3);
     }
