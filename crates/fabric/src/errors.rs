@@ -183,6 +183,16 @@ pub enum PublishError {
         /// Name of the region.
         name: String,
     },
+    /// The server keeps another region of the name, which was created apart from this one.
+    #[error(
+        "{endpoint} keeps another region `{name}`, which was created apart from this one: remove it there (`farpage-memserver remove`), or use another name"
+    )]
+    OtherRegion {
+        /// The server's endpoint.
+        endpoint: String,
+        /// Name of the region.
+        name: String,
+    },
     /// The server does not answer, and the request was not sent. The name keeps its former binding.
     #[error(transparent)]
     NotAsked(ControlError),

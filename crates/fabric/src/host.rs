@@ -12,7 +12,7 @@ use std::{
 
 use farpage_wire::{
     ExtentId, ExtentRange, Persistence, PublicKey, Secret, ServerStat, SessionId,
-    register::{Answer, Ballot, Epoch},
+    register::{Answer, Ballot, Epoch, NotAccepted, Register},
 };
 pub use farpage_wire::{NamedRegion, Refusal, VersionRead, Versions};
 use serde::{Deserialize, Serialize};
@@ -119,6 +119,15 @@ pub struct OpenedRegion {
     pub vote: Answer,
 }
 
+/// A name that a session has claimed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ClaimedName {
+    /// The host, and what it remembers of the name's writers.
+    pub vote: Answer,
+    /// True if the name is bound: to a region, a part of one, or a tombstone.
+    pub is_bound: bool,
+}
+
 /// A binding of a name that a session proposes.
 #[derive(Clone, Debug)]
 pub struct Proposal<'a> {
@@ -126,10 +135,33 @@ pub struct Proposal<'a> {
     pub manifest: Vec<u8>,
     /// Extents of the session that live as long as the name.
     pub extents: &'a [ExtentId],
-    /// Number and holders of the binding. `None`: others hold it.
+    /// Number and holders of the binding. `None`: the binding is the host's alone, or with `keeps`
+    /// and a binding that has a number, stays as it is.
     pub ballot: Option<Ballot>,
     /// True if the extents of the version before stay until the next proposal.
     pub keeps: bool,
+}
+
+impl Proposal<'_> {
+    /// Decides on the proposal by the register of the name. True if the manifest of the binding
+    /// before, if it [is bound](ClaimedName::is_bound), stays.
+    ///
+    /// # Errors
+    /// The binding is not accepted. `register` is as it was.
+    pub fn decide(&self, register: &mut Register, is_bound: bool) -> Result<bool, Refusal> {
+        match &self.ballot {
+            Some(_) if is_bound && !register.is_shared() => Err(Refusal::OtherRegion),
+            Some(ballot) => {
+                let accepted = register.accept(ballot, !self.keeps);
+                accepted.map(|()| false).map_err(|error| match error {
+                    NotAccepted::Outdated => Refusal::Outdated,
+                    NotAccepted::OtherLife => Refusal::OtherRegion,
+                })
+            }
+            None if register.is_shared() && !self.keeps => Err(Refusal::Shared),
+            None => Ok(register.is_shared()),
+        }
+    }
 }
 
 /// A binding that a host has accepted.
@@ -224,8 +256,13 @@ pub trait Host: Send + Sync + 'static {
     /// holds as long as the session does, also after a resumption.
     fn identify(&self, session: SessionId, key: PublicKey) -> Result<(), Refusal>;
     /// Holds a name for the session. No other session may hold it, and unless `replace` it must not
-    /// be bound. Its binding stays as it is. Returns what the host remembers of the name's writers.
-    fn claim(&self, _session: SessionId, _name: &str, _replace: bool) -> Result<Answer, Refusal> {
+    /// be bound. Its binding stays as it is.
+    fn claim(
+        &self,
+        _session: SessionId,
+        _name: &str,
+        _replace: bool,
+    ) -> Result<ClaimedName, Refusal> {
         Err(lends_by_name())
     }
     /// Promises to accept no binding of a name that the session holds from a writer before `epoch`.

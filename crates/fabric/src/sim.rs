@@ -16,7 +16,7 @@ use farpage_wire::{Request, Response, SessionId};
 use self::channel::SimChannel;
 pub use self::{
     host::SimHost,
-    server::{SimConfig, SimServer},
+    server::{RequestFault, SimConfig, SimServer},
 };
 use crate::{
     Buf, Channel, ConnectError,
@@ -24,6 +24,7 @@ use crate::{
     errors::RequestError,
     host::{Peer, Transport},
     server::answer,
+    session::requests::gives,
 };
 
 /// One client of a simulated server.
@@ -54,8 +55,20 @@ impl SimSession {
         if let Some(reason) = self.server.silence() {
             return Err(RequestError::NotAsked(reason));
         }
-        let is_lost = matches!(request, Request::Publish { .. })
-            && self.server.lose_answer.swap(false, Ordering::Relaxed);
+        let fault = self.server.take_request_fault();
+        if fault == Some(RequestFault::Cut) {
+            self.server.cut();
+        }
+        // A session over a network gives back what an answer that was lost gave.
+        let arrives = fault.is_none_or(|it| it == RequestFault::AnswerLost && !gives(&request));
+        if !arrives {
+            return Err(RequestError::Disconnected(
+                "the request was lost".to_owned(),
+            ));
+        }
+        let is_lost = fault.is_some()
+            || matches!(request, Request::Publish { .. })
+                && self.server.lose_answer.swap(false, Ordering::Relaxed);
         match answer(&*self.server.host, self.id, request) {
             Ok(_) if is_lost => Err(RequestError::Disconnected("the answer was lost".to_owned())),
             Ok((Response::Refused(refusal), _)) => Err(RequestError::Refused(refusal)),

@@ -222,22 +222,6 @@ impl Runtime {
         self.pager.with(|pager| pager.cluster().remove(name))
     }
 
-    /// Gives up the servers that hold a name and are not among the runtime's. A named array with
-    /// copies can be opened for writing while a majority of the servers that hold its name answers.
-    /// If the others are gone for good, this call makes the runtime's servers the only holders of
-    /// the name, with the newest version that they have.
-    ///
-    /// Changes that only the given-up servers have are lost. Such a server must not come back to
-    /// programs that use none of the others.
-    ///
-    /// # Errors
-    /// See [`OpenError`].
-    pub fn adopt(&self, name: &str) -> Result<(), OpenError> {
-        let _signals = SignalGuard::new();
-        let adopted = self.pager.with(|pager| pager.cluster().adopt(name));
-        adopted.map_err(OpenError::Store)
-    }
-
     /// Creates a region of `bytes` zeroed bytes on the memory servers.
     ///
     /// # Errors

@@ -93,34 +93,41 @@ fn a_server_that_is_killed_leaves_the_array_to_be_read_and_written() {
 }
 
 #[test]
-fn a_server_that_was_started_anew_at_its_address_has_no_say_and_takes_part_again() {
+fn a_server_that_was_started_anew_at_its_address_has_no_vote() {
     let Some(_watchdog) = begin(300) else { return };
     let mut servers = servers(3);
     create(&servers);
     servers[0].kill();
     servers[0].start_again();
     write_next(&runtime(&servers), 1);
-    // The new one has copies and a vote by now.
+    write_next(&runtime(&servers[1..]), 2);
+    // It makes no majority with one of the two.
     servers[1].kill();
-    let left = [&servers[0], &servers[2]];
-    write_next(&runtime(left), 2);
-    servers[1].start_again();
-    write_next(&runtime(&servers), 3);
+    for left in [&servers[..], &servers[2..]] {
+        let runtime = runtime(left.iter().filter(|it| it.url != servers[1].url));
+        let error = runtime.open_array::<u64>(NAME).map(drop).unwrap_err();
+        assert!(error.to_string().contains("2 are needed"), "{error}");
+    }
 }
 
 #[test]
-fn the_only_server_that_is_left_of_two_is_read_and_written_once_it_was_adopted() {
+fn the_only_server_that_is_left_of_two_is_read_and_copied_to_a_new_name() {
     let Some(_watchdog) = begin(300) else { return };
     let mut servers = servers(2);
     create(&servers);
     servers[0].kill();
     let runtime = runtime(&servers[1..]);
     let error = runtime.open_array::<u64>(NAME).map(drop).unwrap_err();
-    assert!(error.to_string().contains("Runtime::adopt"), "{error}");
-    assert_version(&runtime.open_array_to_read::<u64>(NAME).unwrap(), 1);
-    runtime.adopt(NAME).unwrap();
-    write_next(&runtime, 1);
-    write_next(&runtime, 2);
+    assert!(error.to_string().contains("open it for reading"), "{error}");
+    let old = runtime.open_array_to_read::<u64>(NAME).unwrap();
+    assert_version(&old, 1);
+    let options = RegionOptions::new()
+        .name("copy")
+        .redundancy(Redundancy::None);
+    let mut new = runtime.array_with::<u64>(WORDS, options).unwrap();
+    new.copy_from_slice(&old);
+    new.close().unwrap();
+    assert_version(&runtime.open_array_to_read::<u64>("copy").unwrap(), 1);
 }
 
 fn persisting(directories: &[TempDir]) -> Vec<ServerProcess> {
@@ -182,4 +189,39 @@ fn a_server_that_comes_back_with_an_old_version_on_its_disk_does_not_win() {
     drop(left);
     servers[1].start_again();
     write_next(&runtime(&servers), 3);
+}
+
+/// Pages that no flush has changed since their copies were made again are on the disks, too.
+#[test]
+fn copies_that_were_made_again_are_on_the_disks_with_the_next_flush() {
+    let Some(_watchdog) = begin(300) else { return };
+    let directories = [(); 5].map(|()| tempfile::tempdir().unwrap());
+    let mut servers = persisting(&directories);
+    create(&servers);
+    let of_all = runtime(&servers);
+    let mut array = of_all.open_array::<u64>(NAME).unwrap();
+    servers[0].kill();
+    // One page, so that the runtime hears of the death.
+    array[0] = !array[0];
+    array[0] = !array[0];
+    let under_protected = || of_all.stats().store.under_protected_bytes;
+    while under_protected() == 0 {
+        array.flush().unwrap();
+        array[0] = array[0].wrapping_add(1);
+    }
+    while under_protected() > 0 {
+        std::thread::yield_now();
+    }
+    array[0] = mix(1 << 32);
+    array.flush().unwrap();
+    servers[1..].iter_mut().for_each(ServerProcess::kill);
+    drop((array, of_all));
+    servers.remove(0);
+    servers.iter_mut().for_each(ServerProcess::start_again);
+    // Each disk has what the others lack.
+    for away in 0..4 {
+        let left = servers.iter().enumerate().filter(|(at, _)| *at != away);
+        let runtime = runtime(left.map(|(_, server)| server));
+        assert_version(&runtime.open_array_to_read::<u64>(NAME).unwrap(), 1);
+    }
 }

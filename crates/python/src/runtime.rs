@@ -280,11 +280,6 @@ impl Runtime {
         removed.map_err(|error| error::names(&error))
     }
 
-    fn adopt(&self, py: Python<'_>, name: &str) -> PyResult<()> {
-        let adopted = self.with(py, |runtime| runtime.adopt(name))?;
-        adopted.map_err(|error| error::open(py, &error))
-    }
-
     /// Returns the endpoints of the runtime's servers.
     fn endpoints(&self, py: Python<'_>) -> PyResult<Vec<String>> {
         self.with(py, |runtime| {

@@ -262,9 +262,29 @@ pub enum CreateError {
         /// The name.
         name: String,
     },
-    /// Too few of the servers that hold the name of the region to be replaced answer.
+    /// A region of the name exists with copies, and the new one has none, or the other way round.
     #[error(
-        "region `{name}` cannot be replaced: {have} of the servers that hold its name agree, and {need} are needed ({reason})"
+        "region `{name}` exists {}: give the new one the same redundancy, or remove the region first",
+        match has_copies { true => "with copies", false => "without copies" }
+    )]
+    OtherRedundancy {
+        /// The name.
+        name: String,
+        /// True if the region that exists has copies.
+        has_copies: bool,
+    },
+    /// The servers that hold the name of a region with copies are not those of the runtime.
+    #[error(
+        "region `{name}` cannot be replaced: other servers hold it than this runtime has; use a runtime with exactly its servers, remove the region first, or use another name"
+    )]
+    OtherServers {
+        /// The name.
+        name: String,
+    },
+    /// Too few of the servers that hold the name of a region with copies answer, of the region to be
+    /// replaced, or of one that was removed while some of them were away.
+    #[error(
+        "region `{name}` cannot be created: {have} of the servers that hold its name agree, and {need} are needed ({reason}): create it when they answer, or under another name; if they are gone for good, remove the name on each of the others (`farpage-memserver remove`)"
     )]
     Holders {
         /// The name.
@@ -489,7 +509,7 @@ pub enum OpenStoreError {
     },
     /// Too few of the servers that hold the name answer, so that a newer version may exist.
     #[error(
-        "region `{name}` cannot be opened: {have} of the servers that hold its name agree, and {need} are needed{missing}: add or start them with their names; if they are gone for good, adopt the region (`Runtime::adopt`), or open it for reading; {writing}"
+        "region `{name}` cannot be opened: {have} of the servers that hold its name agree, and {need} are needed{missing}: add those servers to the runtime, or start them; {note}"
     )]
     Holders {
         /// The name.
@@ -500,8 +520,8 @@ pub enum OpenStoreError {
         need: usize,
         /// Servers that do not answer, with their reasons, for people.
         missing: String,
-        /// Note on publications under way, for people.
-        writing: &'static str,
+        /// Advice, for people.
+        note: &'static str,
     },
     /// The region's pages lie on a server that the runtime does not have.
     #[error(

@@ -7,13 +7,15 @@
 use std::{collections::BTreeMap, sync::Arc};
 
 use farpage_fabric::{
-    ControlError, OpenNameError, Persistence, PublishError, Session, log::later, register,
+    ControlError, OpenNameError, Persistence, PublishError, Session,
+    log::later,
+    register::{self, Unusable},
 };
 use farpage_signals::Mutex;
 
 use crate::{
-    Cluster, CreateError, MixedServersError,
-    named::{Asked, Turn, Undecided},
+    Cluster, CreateError, MixedServersError, Redundancy,
+    named::{Asked, Turn, Undecided, answers_of},
 };
 
 farpage_wire::debug_as_display!(NamesError);
@@ -53,12 +55,14 @@ impl Claim {
         })
     }
 
-    /// Holds the name of a new region on all servers. Returns their answers.
+    /// Holds the name of a new region on all servers, and begins the region's turn at it. What a
+    /// removal has left behind goes.
     pub(crate) fn on_all(
         cluster: &Arc<Cluster>,
         name: &str,
         replace: bool,
-    ) -> Result<(Self, Vec<Asked>), CreateError> {
+        redundancy: Redundancy,
+    ) -> Result<(Self, Turn), CreateError> {
         check_disks(&cluster.name_sessions()).map_err(|source| CreateError::Mixed {
             name: name.to_owned(),
             source,
@@ -66,11 +70,76 @@ impl Claim {
         let claim = Self::here(cluster, name).ok_or_else(|| CreateError::Held {
             name: name.to_owned(),
         })?;
-        let asked = claim.take(replace, |_| true).map_err(|error| match error {
-            PublishError::InUse { endpoint, name } => CreateError::InUse { name, endpoint },
-            error => CreateError::Claim(error),
-        })?;
-        Ok((claim, asked))
+        let turn = claim.begin(replace, redundancy.copies() > 1)?;
+        Ok((claim, turn))
+    }
+
+    fn begin(&self, replace: bool, has_copies: bool) -> Result<Turn, CreateError> {
+        let name = || self.name.clone();
+        let holders = |have, need, reason| CreateError::Holders {
+            name: name(),
+            have,
+            need,
+            reason,
+        };
+        let too_few = |it: Undecided| holders(it.have, it.need, it.reason());
+        let take = || {
+            self.take(replace, |_| true).map_err(|error| match error {
+                PublishError::InUse { endpoint, name } => CreateError::InUse { name, endpoint },
+                error => CreateError::Claim(error),
+            })
+        };
+        let last_of = |asked: &[Asked]| {
+            let answers = answers_of(asked);
+            let last = register::to_write(&answers).map(|it| it.cloned());
+            last.map_err(|why| match why {
+                Unusable::Few { have, need } => {
+                    holders(have, need, "the others do not answer".to_owned())
+                }
+                Unusable::Rivals => CreateError::OtherServers { name: name() },
+            })
+        };
+        let mut asked = take()?;
+        let mut last = last_of(&asked)?;
+        // 1. A removed name is used again once all of its holders have forgotten it.
+        if let Some(tombstone) = last.take_if(|last| last.removed) {
+            let turn = Turn::begin(&self.name, &asked, Some(&tombstone)).map_err(too_few)?;
+            let is_forgotten = turn.bury().map_err(too_few)?;
+            if !is_forgotten {
+                let need = tombstone.holders.len();
+                let have = turn.holders().count().min(need - 1);
+                return Err(holders(
+                    have,
+                    need,
+                    "the name was removed while the others were away".to_owned(),
+                ));
+            }
+            asked = take()?;
+            last = last_of(&asked)?;
+        }
+        // 2. A region that is replaced keeps its holders. Its last version stays until the first one
+        //    of the new region is published.
+        let other = |has_copies| CreateError::OtherRedundancy {
+            name: name(),
+            has_copies,
+        };
+        match &last {
+            Some(_) if !has_copies => return Err(other(true)),
+            Some(last) => {
+                let is_holder = |(_, it): &Asked| last.holders.contains(&it.vote.0);
+                if asked.len() != last.holders.len() || !asked.iter().all(is_holder) {
+                    return Err(CreateError::OtherServers { name: name() });
+                }
+            }
+            None if has_copies && asked.iter().any(|(_, it)| it.is_bound) => {
+                return Err(other(false));
+            }
+            None => {}
+        }
+        match has_copies {
+            true => Turn::begin(&self.name, &asked, last.as_ref()).map_err(too_few),
+            false => Ok(Turn::alone(&self.name, &asked[0].0)),
+        }
     }
 
     pub(crate) fn name(&self) -> &str {
@@ -102,6 +171,40 @@ impl Claim {
             }
         }
         Ok(asked)
+    }
+
+    /// Forgets a region whose name several servers hold: a tombstone takes its place, so that a
+    /// holder that comes back with it later does not bring it back. Once all holders have the
+    /// tombstone, it goes, too.
+    fn bury(&self, wanted: impl Fn(&Arc<Session>) -> bool) -> Result<(), NamesError> {
+        let name = || self.name.clone();
+        let holders = |have, need, reason| NamesError::Holders {
+            name: name(),
+            have,
+            need,
+            reason,
+        };
+        let too_few = |it: Undecided| holders(it.have, it.need, it.reason());
+        let asked = self.take(true, wanted).map_err(|error| match error {
+            PublishError::InUse { endpoint, name } => NamesError::InUse { name, endpoint },
+            error => holders(0, 1, error.to_string()),
+        })?;
+        let answers = answers_of(&asked);
+        let last = register::to_write(&answers).map_err(|why| match why {
+            Unusable::Few { have, need } => {
+                holders(have, need, "the others do not answer".to_owned())
+            }
+            Unusable::Rivals => NamesError::Rivals { name: name() },
+        })?;
+        let Some(last) = last else {
+            return Err(NamesError::NotFound { name: name() });
+        };
+        let turn = Turn::begin(&self.name, &asked, Some(last)).map_err(too_few)?;
+        turn.bury().map_err(too_few)?;
+        match last.removed {
+            false => Ok(()),
+            true => Err(NamesError::NotFound { name: name() }),
+        }
     }
 
     /// Lets other clients have the name. Published versions stay.
@@ -195,21 +298,42 @@ pub enum NamesError {
         /// The first server's answer.
         reason: String,
     },
-    /// A server did not tell its names.
+    /// Servers have regions of the name that were created apart from each other.
+    #[error(
+        "several servers have regions `{name}`, which were created apart from each other: remove each with a runtime of its own servers"
+    )]
+    Rivals {
+        /// The name.
+        name: String,
+    },
+    /// No server has told its names.
     #[error(transparent)]
     List(#[from] ControlError),
 }
 
 impl Cluster {
     /// Returns the named regions of the user's key, in order. An operator's key gets the regions of
-    /// all keys.
+    /// all keys. What servers have that do not answer is lacking, which the log says.
     ///
     /// # Errors
     /// [`NamesError::List`]
     pub fn names(&self) -> Result<Vec<NamedRegion>, NamesError> {
         let mut all: BTreeMap<_, NamedRegion> = BTreeMap::new();
+        let (mut has_answered, mut failure) = (false, None);
         for session in self.name_sessions() {
-            for named in session.names()? {
+            let names = match session.names() {
+                Ok(names) => names,
+                Err(error) => {
+                    let (endpoint, reason) = (session.endpoint().clone(), error.clone());
+                    later(move || {
+                        tracing::warn!(%endpoint, %reason, "the names of a server are not listed");
+                    });
+                    failure.get_or_insert(error);
+                    continue;
+                }
+            };
+            has_answered = true;
+            for named in names {
                 let owner = named.owner.to_string();
                 let region = all
                     .entry((named.owner, named.name.clone()))
@@ -228,7 +352,10 @@ impl Cluster {
                 region.old_versions = region.old_versions.max(named.old_versions);
             }
         }
-        Ok(all.into_values().collect())
+        match failure {
+            Some(error) if !has_answered => Err(error.into()),
+            _ => Ok(all.into_values().collect()),
+        }
     }
 
     /// Forgets a region of the user's key that no program has open for writing, and frees its
@@ -236,14 +363,15 @@ impl Cluster {
     ///
     /// # Errors
     /// [`NamesError::NotFound`], [`NamesError::Held`], [`NamesError::InUse`],
-    /// [`NamesError::Remove`].
+    /// [`NamesError::Remove`], [`NamesError::Holders`], [`NamesError::Rivals`].
     pub fn remove(self: &Arc<Self>, name: &str) -> Result<(), NamesError> {
         // Servers would remove a name under an open region of this cluster: holding it prevents
         // that.
-        let held = Claim::here(self, name).ok_or_else(|| NamesError::Held {
+        let claim = Claim::here(self, name).ok_or_else(|| NamesError::Held {
             name: name.to_owned(),
         })?;
-        let mut found = false;
+        let (mut found, mut is_shared) = (false, false);
+        let mut silent = Vec::new();
         for session in self.name_sessions() {
             match session.remove(name) {
                 Ok(()) => found = true,
@@ -251,82 +379,24 @@ impl Cluster {
                 Err(OpenNameError::InUse { endpoint, name }) => {
                     return Err(NamesError::InUse { name, endpoint });
                 }
-                Err(OpenNameError::Shared { .. }) => return self.remove_shared(&held),
-                Err(source) => {
-                    return Err(NamesError::Remove {
-                        name: name.to_owned(),
-                        source,
-                    });
-                }
+                Err(OpenNameError::Shared { .. }) => is_shared = true,
+                Err(error) => silent.push((session, error)),
             }
         }
-        match found {
-            true => Ok(()),
-            false => Err(NamesError::NotFound {
+        if is_shared {
+            let answers = |session: &Arc<Session>| {
+                let mut silent = silent.iter();
+                !silent.any(|(other, _)| Arc::ptr_eq(other, session))
+            };
+            return claim.bury(answers);
+        }
+        match silent.pop() {
+            Some((_, source)) => Err(NamesError::Remove {
                 name: name.to_owned(),
+                source,
             }),
-        }
-    }
-
-    /// Forgets a region whose name several servers hold: a tombstone takes its place, so that a
-    /// holder that comes back with it later does not bring it back. Once all holders have the
-    /// tombstone, it goes, too.
-    fn remove_shared(self: &Arc<Self>, claim: &Claim) -> Result<(), NamesError> {
-        let name = claim.name();
-        let undecided = |have, need, reason| NamesError::Holders {
-            name: name.to_owned(),
-            have,
-            need,
-            reason,
-        };
-        let answers = |session: &Arc<Session>| session.loss(false).is_none();
-        let (mut asked, mut silent) = (Vec::new(), None);
-        for session in self.name_sessions() {
-            if !answers(&session) {
-                continue;
-            }
-            match session.claim(name, true) {
-                Ok(answer) => {
-                    claim.opened(&session);
-                    asked.push((session, answer));
-                }
-                Err(PublishError::InUse { endpoint, name }) => {
-                    return Err(NamesError::InUse { name, endpoint });
-                }
-                Err(error) => _ = silent.get_or_insert(error),
-            }
-        }
-        let heard: Vec<_> = asked.iter().map(|(_, answer)| answer.clone()).collect();
-        let before = match register::to_write(&heard) {
-            Ok(newest) => newest.map_or(Vec::new(), |it| it.holders.clone()),
-            Err(missing) => {
-                let reason = silent.map_or_else(String::new, |error| error.to_string());
-                return Err(undecided(missing.have, missing.need, reason));
-            }
-        };
-        let is_region = |(_, it): &register::Answer| it.accepted.is_some() && !it.is_removed();
-        let was_there = heard.iter().any(is_region);
-        asked.retain(|(_, (id, _))| before.contains(id));
-        let failed = |it: Undecided| {
-            let reason = it.error.map_or_else(String::new, |error| error.to_string());
-            undecided(it.have, it.need, reason)
-        };
-        let turn = Turn::begin(name, &asked, &before, 1).map_err(failed)?;
-        let nothing = |_: &Arc<Session>| (Vec::new(), Vec::new());
-        let accepted = turn.propose(true, |_| true, nothing).map_err(failed)?;
-        let is_everywhere = accepted.len() == before.len();
-        for session in accepted.iter().map(|it| &it.session) {
-            let removed = is_everywhere.then(|| session.remove(name));
-            if let Some(Err(error)) = removed {
-                let (endpoint, name) = (session.endpoint().clone(), name.to_owned());
-                later(move || {
-                    tracing::warn!(%endpoint, name, %error, "the tombstone of a name stays");
-                });
-            }
-        }
-        match was_there {
-            true => Ok(()),
-            false => Err(NamesError::NotFound {
+            None if found => Ok(()),
+            None => Err(NamesError::NotFound {
                 name: name.to_owned(),
             }),
         }

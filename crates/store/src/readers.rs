@@ -31,6 +31,17 @@ pub(crate) type PackedPlaces = Arc<[u64]>;
 /// Versions that a server has told, and the server's number in the pool.
 pub(crate) type ToldVersions = (u8, Versions);
 
+/// What a server says of a name's readers when the name is opened for writing.
+pub(crate) struct OpenedReaders {
+    /// The server's number in the pool.
+    pub(crate) server: u8,
+    /// The server's number of the opened version, before the version was accepted again. `None`: the
+    /// server had another version, so that it is not known which slots are read there.
+    pub(crate) opened: Option<u64>,
+    /// The versions, after that.
+    pub(crate) told: Versions,
+}
+
 #[derive(Default)]
 struct Kept {
     /// Replaced versions that may be read.
@@ -144,21 +155,22 @@ impl ReaderSlots {
     }
 
     /// Notes the readers that servers told when the region was opened. The region's slots are at
-    /// `places`, all of them taken. Takes the `holes` between them if older versions are read.
+    /// `places`, all of them taken. Takes the `holes` between them if other versions are read.
     pub(crate) fn opened(
         &self,
-        told: &[ToldVersions],
+        readers: &[OpenedReaders],
         places: &PackedPlaces,
         holes: impl FnOnce() -> Vec<SlotSpan>,
     ) {
         let mut kept = self.kept.lock();
         let mut is_read = false;
-        for (server, versions) in told {
+        for said in readers {
             let mut servers = kept.servers.iter_mut();
-            if let Some(it) = servers.find(|it| it.server == *server) {
-                it.opened = versions.published;
-                it.note(versions, Some(0));
-                is_read |= !versions.read.is_empty();
+            if let Some(it) = servers.find(|it| it.server == said.server) {
+                it.opened = said.opened.unwrap_or(said.told.published);
+                it.numbers.extend(said.opened.map(|number| (number, 0)));
+                it.note(&said.told, Some(0));
+                is_read |= it.reads_unknown();
             }
         }
         // A slot that an older version shares with the opened one goes when the region is written.

@@ -15,7 +15,7 @@ use std::{
     },
 };
 
-use farpage_fabric::{AllocError, MAX_OP_BYTES, register};
+use farpage_fabric::{AllocError, MAX_OP_BYTES};
 
 use crate::{
     BlockingOptions, Cluster, Codec, CreateError, EntryWords, Layout, PageIndex, PageRange,
@@ -24,7 +24,7 @@ use crate::{
     cluster::PoolKey,
     codec::{self, Chooser, Scheme},
     entry::{PageEntry, PageTable},
-    named::{Asked, Turn},
+    named::{OnDisk, Turn},
     names::Claim,
     place::{SlotPlace, SlotSpan},
     pool::{Growth, PoolReservation, Purpose, SlotPool},
@@ -68,6 +68,8 @@ pub(crate) struct RemoteStore {
     pub(crate) claim: Option<Box<Claim>>,
     /// The turn at the region's name, unless the region is only read.
     pub(crate) turn: Option<Box<Turn>>,
+    /// Copies of a named region that are on disks.
+    pub(crate) on_disk: OnDisk,
     /// The publications of a named region, unless it is only read.
     pub(crate) publications: Option<Publications>,
 }
@@ -106,8 +108,7 @@ impl PageStore {
         // fails here and not at the first publication.
         let (claim, turn) = match &options.name {
             Some(name) => {
-                let (claim, asked) = Claim::on_all(cluster, name, options.replace)?;
-                let turn = begin_turn(name, &asked, redundancy)?;
+                let (claim, turn) = Claim::on_all(cluster, name, options.replace, redundancy)?;
                 (Some(claim), Some(turn))
             }
             None => (None, None),
@@ -156,6 +157,7 @@ impl PageStore {
             reservation,
             claim: claim.map(Box::new),
             turn: turn.map(Box::new),
+            on_disk: OnDisk::default(),
             publications,
         };
         let seed = RandomState::new().hash_one(&region);
@@ -692,25 +694,6 @@ fn check_bytes(region: &Arc<str>, bytes: u64) -> Result<(), CreateError> {
             most: REGION_BYTES_MAX,
         }),
     }
-}
-
-/// Begins a turn at the name of a new region.
-fn begin_turn(name: &str, asked: &[Asked], redundancy: Redundancy) -> Result<Turn, CreateError> {
-    let answers: Vec<_> = asked.iter().map(|(_, answer)| answer.clone()).collect();
-    let failed = |have, need, reason| CreateError::Holders {
-        name: name.to_owned(),
-        have,
-        need,
-        reason,
-    };
-    let before = register::to_write(&answers);
-    let before = before.map_err(|missing| failed(missing.have, missing.need, String::new()))?;
-    let before = before.map_or(&[][..], |it| &it.holders);
-    let turn = Turn::begin(name, asked, before, redundancy.copies());
-    turn.map_err(|it| {
-        let reason = it.error.map_or_else(String::new, |error| error.to_string());
-        failed(it.have, it.need, reason)
-    })
 }
 
 /// Checks the redundancy of a region, and returns it.

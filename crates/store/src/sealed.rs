@@ -229,6 +229,8 @@ impl SealedGroup {
         } = self.plan;
         // Looked up now: the writes that were waited for may have changed the group.
         let Some(group) = pool.groups.get(index) else {
+            // The region has ended, and gives back what is in its table.
+            self.return_target();
             return Repair::Done;
         };
         // 1. The extent.

@@ -115,8 +115,8 @@ pub enum Request {
         /// Extents of this session that live as long as the name.
         #[serde(deserialize_with = "at_most_extents")]
         extents: Vec<ExtentId>,
-        /// Number of the binding, and its holders. `None`: the server keeps extents for a region
-        /// whose binding others hold.
+        /// Number of the binding, and its holders. `None`: the binding is this server's alone, or
+        /// with `keeps` and a binding that has a number, stays as it is.
         ballot: Option<Ballot>,
         /// True if what the version before has stays with the name until the next `Publish`: other
         /// servers have not bound the name to this version yet.
@@ -348,8 +348,13 @@ pub enum Response {
     /// Answer to a `Persist` that was not executed, since the name's last publication is still
     /// being written to the disk: it is to be sent again.
     Later,
-    /// A name was claimed. Holds the server, and what it remembers of the name's writers.
-    Claimed(Answer),
+    /// A name was claimed.
+    Claimed {
+        /// The server, and what it remembers of the name's writers.
+        vote: Answer,
+        /// True if the name is bound: to a region, a part of one, or a tombstone.
+        is_bound: bool,
+    },
     /// A name was bound.
     Bound {
         /// The new version, and the older ones that are still read.
@@ -507,4 +512,9 @@ pub enum Refusal {
     /// The name's binding is held by several servers, which forget it together.
     #[error("the region is kept by several servers, which remove it together")]
     Shared,
+    /// The name is bound to another region than the one that the ballot is of.
+    #[error(
+        "the server keeps another region of this name, which was created apart from this one: remove it there (`farpage-memserver remove`), or use another name"
+    )]
+    OtherRegion,
 }

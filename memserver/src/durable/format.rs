@@ -13,6 +13,8 @@ use twox_hash::XxHash3_128;
 
 /// Number of the directory's format.
 pub(super) const FORMAT: u32 = 2;
+/// Number of the format before, which is read, too: bindings have no identity and no register.
+pub(super) const FORMAT_BEFORE: u32 = 1;
 
 /// File that names the directory's format.
 pub(super) const FORMAT_FILE: &str = "format";
@@ -20,14 +22,16 @@ pub(super) const FORMAT_FILE: &str = "format";
 /// Beginning of the names of files that are not whole yet.
 pub(super) const UNFINISHED: &str = "new-";
 
-const MAGIC: &[u8; 16] = b"farpage binding\n";
+const MAGIC: &[u8; 16] = b"farpage bound 2\n";
+const MAGIC_BEFORE: &[u8; 16] = b"farpage binding\n";
 const HASH_BYTES: usize = 16;
 
 /// A published version of a name.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Binding {
-    /// Identity of the server, which is the same in all files of a directory.
-    pub(crate) server: ServerId,
+    /// Identity of the server, which is the same in all files of a directory. `None` in files of
+    /// [`FORMAT_BEFORE`].
+    pub(crate) server: Option<ServerId>,
     /// Number of the version.
     pub(crate) version: u64,
     /// Origin that is charged.
@@ -36,6 +40,29 @@ pub(crate) struct Binding {
     pub(crate) extents: Vec<BoundExtent>,
     /// What writers were promised, and the version's ballot.
     pub(crate) register: Register,
+}
+
+/// A binding as files of [`FORMAT_BEFORE`] hold it.
+#[derive(Deserialize)]
+#[cfg_attr(test, derive(Serialize))]
+struct BindingBefore {
+    version: u64,
+    origin: Origin,
+    manifest: Vec<u8>,
+    extents: Vec<BoundExtent>,
+}
+
+impl From<BindingBefore> for Binding {
+    fn from(before: BindingBefore) -> Self {
+        Self {
+            server: None,
+            version: before.version,
+            origin: before.origin,
+            manifest: before.manifest,
+            extents: before.extents,
+            register: Register::default(),
+        }
+    }
 }
 
 /// An extent of a published version.
@@ -79,7 +106,11 @@ pub(super) fn owner_of(file: &str) -> Option<PublicKey> {
 
 /// Returns the bytes of a name's file.
 pub(super) fn encode(owner: PublicKey, name: &str, binding: &Binding) -> Vec<u8> {
-    let mut file = MAGIC.to_vec();
+    encode_as(MAGIC, owner, name, binding)
+}
+
+fn encode_as(magic: &[u8], owner: PublicKey, name: &str, binding: &impl Serialize) -> Vec<u8> {
+    let mut file = magic.to_vec();
     let head = postcard::to_stdvec(&(owner, name));
     let body = postcard::to_stdvec(binding);
     for part in [head, body] {
@@ -95,7 +126,8 @@ pub(super) fn encode(owner: PublicKey, name: &str, binding: &Binding) -> Vec<u8>
 /// Reads a name's file: the name, and its binding. `None` for each that is damaged.
 pub(super) fn decode(file: &[u8]) -> (Option<String>, Option<Binding>) {
     let mut at = MAGIC.len();
-    if file.get(..at) != Some(MAGIC) {
+    let is_before = file.get(..at) == Some(MAGIC_BEFORE);
+    if !is_before && file.get(..at) != Some(MAGIC) {
         return (None, None);
     }
     let mut part = || {
@@ -112,7 +144,10 @@ pub(super) fn decode(file: &[u8]) -> (Option<String>, Option<Binding>) {
     };
     let name = postcard::from_bytes::<(PublicKey, String)>(head);
     let body = part().filter(|(_, is_end)| *is_end);
-    let binding = body.and_then(|(body, _)| postcard::from_bytes(body).ok());
+    let binding = body.and_then(|(body, _)| match is_before {
+        true => (postcard::from_bytes::<BindingBefore>(body).ok()).map(Binding::from),
+        false => postcard::from_bytes(body).ok(),
+    });
     (name.ok().map(|(_, name)| name), binding)
 }
 
@@ -124,7 +159,7 @@ mod tests {
 
     fn binding() -> Binding {
         Binding {
-            server: ServerId(6),
+            server: Some(ServerId(6)),
             version: 3,
             origin: Origin::User(1000),
             manifest: vec![5; 300],
@@ -165,6 +200,28 @@ mod tests {
         let name = name_file(OWNER, "squares");
         let hash = "6db0ac558152e08324cc53f0dcd2e5ac";
         assert_eq!(name, format!("name-{}-{hash}", "07".repeat(32)));
+    }
+
+    #[test]
+    fn a_binding_of_the_format_before_is_read() {
+        let now = binding();
+        let before = BindingBefore {
+            version: now.version,
+            origin: now.origin,
+            manifest: now.manifest.clone(),
+            extents: now.extents.clone(),
+        };
+        let file = encode_as(MAGIC_BEFORE, OWNER, "squares", &before);
+        // The file that the version before wrote for this binding.
+        assert_eq!(
+            XxHash3_128::oneshot(&file),
+            0xcac40ff5d98a8271781d5fdc9112f1d6
+        );
+        let expected = Binding {
+            server: None,
+            ..now
+        };
+        assert_eq!(decode(&file), (Some("squares".to_owned()), Some(expected)));
     }
 
     #[test]

@@ -20,8 +20,8 @@ use tracing::{info, warn};
 use super::{
     folder::{DiskFolder, Folder, FolderFile, LOST},
     format::{
-        Binding, FORMAT, FORMAT_FILE, UNFINISHED, decode, extent_file, extent_of, format_text,
-        name_file, owner_of,
+        Binding, FORMAT, FORMAT_BEFORE, FORMAT_FILE, UNFINISHED, decode, extent_file, extent_of,
+        format_text, name_file, owner_of,
     },
     writer::{BROUGHT, DurableNames, Piece},
 };
@@ -368,14 +368,18 @@ fn check_format(folder: &dyn Folder, files: &[String], path: &Path) -> Result<()
     if files.iter().any(|file| file == FORMAT_FILE) {
         let file = folder.open(FORMAT_FILE).map_err(failed)?;
         let found = read_all(&*file, 100).map_err(failed)?;
-        return match found == ours.as_bytes() {
-            true => Ok(()),
-            false => Err(PersistError::Format {
-                directory: path.to_owned(),
-                found: String::from_utf8_lossy(&found).trim_end().to_owned(),
-                ours: ours.trim_end().to_owned(),
-            }),
-        };
+        if found == ours.as_bytes() {
+            return Ok(());
+        }
+        if found == format_text(FORMAT_BEFORE).as_bytes() {
+            // New files will be of this format.
+            return write_format(folder).map_err(failed);
+        }
+        return Err(PersistError::Format {
+            directory: path.to_owned(),
+            found: String::from_utf8_lossy(&found).trim_end().to_owned(),
+            ours: ours.trim_end().to_owned(),
+        });
     }
     let is_known = |file: &&String| *file == LOST || **file == unfinished;
     if let Some(other) = files.iter().find(|file| !is_known(file)) {
@@ -384,14 +388,16 @@ fn check_format(folder: &dyn Folder, files: &[String], path: &Path) -> Result<()
             file: other.clone(),
         });
     }
-    let write = || {
-        let file = folder.create(&unfinished, 0)?;
-        file.write(0, ours.as_bytes())?;
-        file.sync()?;
-        folder.rename(&unfinished, FORMAT_FILE)?;
-        folder.sync()
-    };
-    write().map_err(failed)
+    write_format(folder).map_err(failed)
+}
+
+fn write_format(folder: &dyn Folder) -> io::Result<()> {
+    let unfinished = format!("{UNFINISHED}{FORMAT_FILE}");
+    let file = folder.create(&unfinished, 0)?;
+    file.write(0, format_text(FORMAT).as_bytes())?;
+    file.sync()?;
+    folder.rename(&unfinished, FORMAT_FILE)?;
+    folder.sync()
 }
 
 /// Reads a name's file. Returns the name if it is known, and the binding or what is wrong with it.

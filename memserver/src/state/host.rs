@@ -12,16 +12,15 @@ use std::{
 use farpage_fabric::{
     Limit,
     host::{
-        Admission, Asker, Bound, Host, OpenedRegion, OpenedVersion, Peer, Proposal, Refusal,
-        Transport, Versions,
+        Admission, Asker, Bound, ClaimedName, Host, OpenedRegion, OpenedVersion, Peer, Proposal,
+        Refusal, Transport, Versions,
     },
     log::later,
     memory::{ExtentFile, ExtentMemory},
 };
 use farpage_wire::{
     ExtentId, ExtentRange, NamedRegion, PersistStat, Persistence, PublicKey, Secret, ServerStat,
-    SessionId,
-    register::{Answer, Epoch},
+    SessionId, register::Epoch,
 };
 use parking_lot::MutexGuard;
 use tracing::{debug, info, warn};
@@ -263,7 +262,7 @@ impl Host for State {
         }
     }
 
-    fn claim(&self, session: SessionId, name: &str, replace: bool) -> Result<Answer, Refusal> {
+    fn claim(&self, session: SessionId, name: &str, replace: bool) -> Result<ClaimedName, Refusal> {
         self.reclaim(session, charge_of_name(0));
         let mut ledger = self.ledger.lock();
         let id = ledger.name_of(session, name)?;

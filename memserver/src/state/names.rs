@@ -14,11 +14,10 @@ use std::{
     sync::Arc,
 };
 
-use farpage_fabric::host::{Asker, OpenedRegion, Origin, Refusal, Versions};
+use farpage_fabric::host::{Asker, ClaimedName, OpenedRegion, Origin, Refusal, Versions};
 use farpage_wire::{
-    Durability, ExtentId, NamedRegion, PublicKey, SessionId,
-    control::NAMES_PER_ANSWER,
-    register::{Answer, Register},
+    Durability, ExtentId, NamedRegion, PublicKey, SessionId, control::NAMES_PER_ANSWER,
+    register::Register,
 };
 
 use super::{
@@ -58,7 +57,7 @@ impl Ledger {
         session: SessionId,
         name: &str,
         replace: bool,
-    ) -> Result<Answer, Refusal> {
+    ) -> Result<ClaimedName, Refusal> {
         let id = self.name_of(session, name)?;
         match self.may_bind(session, &id) {
             Err(Refusal::Exists) if replace || self.is_removed(&id) => {}
@@ -85,10 +84,13 @@ impl Ledger {
             return Err(Refusal::Exists);
         }
         (record.holder, record.claimed) = (Some(session), true);
-        let register = record.register.clone();
+        let claimed = ClaimedName {
+            vote: (self.id, record.register.clone()),
+            is_bound: record.manifest.is_some(),
+        };
         let session = self.sessions.get_mut(&session);
         session.expect("it has a key").names.insert(id);
-        Ok((self.id, register))
+        Ok(claimed)
     }
 
     /// True if a tombstone is all that is left of the name.

@@ -131,7 +131,7 @@ impl State {
             (&self.durable, &record.manifest, &record.damage)
         {
             let binding = Binding {
-                server: ledger.id,
+                server: Some(ledger.id),
                 version: record.version,
                 origin: record.origin,
                 manifest: manifest.to_vec(),
@@ -159,13 +159,7 @@ impl State {
         name: &str,
         proposal: Proposal<'_>,
     ) -> Result<Bound, Refusal> {
-        let Proposal {
-            manifest,
-            extents,
-            ballot,
-            keeps,
-        } = proposal;
-        let charge = charge_of_name(manifest.len());
+        let charge = charge_of_name(proposal.manifest.len());
         self.reclaim(session, charge);
         let mut ledger = self.ledger.lock();
         // 1. Everything that can be refused, before anything changes: the old binding stays whole.
@@ -177,14 +171,14 @@ impl State {
         }
         let before = ledger.names.get(&id);
         let mut register = before.map_or_else(Register::default, |it| it.register.clone());
-        let mut manifest = manifest;
-        match (&ballot, before.and_then(|it| it.manifest.as_ref())) {
-            (Some(ballot), _) => register.accept(ballot).map_err(|_| Refusal::Outdated)?,
-            // The binding stays, and keeps extents for one that is to be accepted.
-            (None, Some(bound)) if register.is_shared() && keeps => manifest = bound.to_vec(),
-            (None, _) if register.is_shared() => return Err(Refusal::Shared),
-            (None, _) => register.accepted = None,
-        }
+        let bound = before.and_then(|it| it.manifest.as_ref());
+        let stays = proposal.decide(&mut register, bound.is_some())?;
+        let manifest = match bound.filter(|_| stays) {
+            // The binding keeps extents for one that is to be accepted.
+            Some(bound) => bound.to_vec(),
+            None => proposal.manifest,
+        };
+        let charge = charge_of_name(manifest.len());
         let twin = ledger.damaged_twin(&id);
         if let Some(twin) = &twin {
             // The holder of the name has claimed it in order to replace what is there.
@@ -197,9 +191,9 @@ impl State {
                 ));
             }
         }
-        let mut extents = ledger.may_publish(session, &id, extents)?;
+        let mut extents = ledger.may_publish(session, &id, proposal.extents)?;
         let named = extents.len();
-        if let Some(record) = ledger.names.get(&id).filter(|_| keeps) {
+        if let Some(record) = ledger.names.get(&id).filter(|_| proposal.keeps) {
             extents.extend(&record.extents);
         }
         let keeps_more = extents.len() > named;
@@ -229,7 +223,7 @@ impl State {
         let (mut job, mut pinned) = (None, HashSet::new());
         if let Some(durable) = &self.durable {
             let binding = Binding {
-                server: ledger.id,
+                server: Some(ledger.id),
                 version,
                 origin,
                 manifest: manifest.clone(),

@@ -75,7 +75,7 @@ impl State {
             let record = match binding {
                 Ok(binding) => {
                     // The identity lasts as long as a name.
-                    ledger.id = binding.server;
+                    ledger.id = binding.server.unwrap_or(ledger.id);
                     ledger.readings.at_least(binding.version);
                     let charge = charge_of_name(binding.manifest.len());
                     ledger.accounts.put_on(binding.origin, charge);

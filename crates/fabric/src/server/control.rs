@@ -413,7 +413,13 @@ pub(crate) fn answer(
             .map(|versions| (Response::Versions(versions), Vec::new())),
         Request::Claim { name, replace } => check_name(&name)
             .and_then(|()| host.claim(session, &name, replace))
-            .map(|vote| (Response::Claimed(vote), Vec::new())),
+            .map(|claimed| {
+                let response = Response::Claimed {
+                    vote: claimed.vote,
+                    is_bound: claimed.is_bound,
+                };
+                (response, Vec::new())
+            }),
         Request::Disclaim { name } => host.disclaim(session, &name).map(done),
         request @ (Request::Remove { .. } | Request::Names { .. }) => {
             let response = answer_about_names(host, Asker::Session(session), request);

@@ -9,7 +9,7 @@ mod ending;
 mod keeper;
 mod persist;
 mod remote;
-mod requests;
+pub(crate) mod requests;
 mod shared;
 mod simulated;
 mod talk;
@@ -40,7 +40,7 @@ use crate::{
     channel::{Group, SingleChannel},
     errors::RequestError,
     home,
-    host::{Bound, Proposal},
+    host::{Bound, ClaimedName, Proposal},
     link::Shaped,
     log::later,
     rdma,
@@ -404,13 +404,13 @@ impl Session {
     /// # Errors
     /// [`PublishError::Exists`] when the name is bound and `replace` is false,
     /// [`PublishError::InUse`] when another client holds the name.
-    pub fn claim(&self, name: &str, replace: bool) -> Result<Answer, PublishError> {
+    pub fn claim(&self, name: &str, replace: bool) -> Result<ClaimedName, PublishError> {
         let request = Request::Claim {
             name: name.to_owned(),
             replace,
         };
         match self.bind("claim", name, request)? {
-            Response::Claimed(vote) => Ok(vote),
+            Response::Claimed { vote, is_bound } => Ok(ClaimedName { vote, is_bound }),
             other => Err(self.failed(format!("claim `{name}`"), Ok(other)).into()),
         }
     }
@@ -507,6 +507,10 @@ impl Session {
                 name: owned,
             }),
             Err(RequestError::Refused(Refusal::Outdated)) => Err(PublishError::Outdated {
+                endpoint,
+                name: owned,
+            }),
+            Err(RequestError::Refused(Refusal::OtherRegion)) => Err(PublishError::OtherRegion {
                 endpoint,
                 name: owned,
             }),

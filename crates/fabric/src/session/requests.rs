@@ -49,7 +49,7 @@ pub(super) fn is_about_a_name(request: &Request) -> bool {
 }
 
 /// True if a request gives memory or a name, which must be given back.
-pub(super) fn gives(request: &Request) -> bool {
+pub(crate) fn gives(request: &Request) -> bool {
     matches!(
         request,
         Request::Grant { .. } | Request::Open { .. } | Request::Claim { .. } | Request::Read { .. }

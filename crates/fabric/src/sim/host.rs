@@ -15,14 +15,14 @@ use farpage_wire::{
     Durability, ExtentId, Limit, NamedRegion, Persistence, PublicKey, Refusal, Secret, ServerId,
     ServerStat, SessionId,
     control::NAMES_PER_ANSWER,
-    register::{Answer, Epoch, Register},
+    register::{Epoch, Register},
 };
 use parking_lot::Mutex;
 
 use crate::{
     host::{
-        Admission, Asker, Bound, Host, OpenedRegion, OpenedVersion, Peer, Proposal, Transport,
-        VersionRead, Versions,
+        Admission, Asker, Bound, ClaimedName, Host, OpenedRegion, OpenedVersion, Peer, Proposal,
+        Transport, VersionRead, Versions,
     },
     memory::ExtentMemory,
 };
@@ -315,7 +315,7 @@ impl Host for SimHost {
         self.state.lock().known(session)
     }
 
-    fn claim(&self, session: SessionId, name: &str, replace: bool) -> Result<Answer, Refusal> {
+    fn claim(&self, session: SessionId, name: &str, replace: bool) -> Result<ClaimedName, Refusal> {
         let mut state = self.state.lock();
         state.known(session)?;
         if let Some(record) = state.names.get(name) {
@@ -328,7 +328,10 @@ impl Host for SimHost {
         }
         let record = state.names.entry(name.to_owned()).or_default();
         record.claimed_by = Some(session);
-        Ok((self.id, record.register.clone()))
+        Ok(ClaimedName {
+            vote: (self.id, record.register.clone()),
+            is_bound: record.manifest.is_some(),
+        })
     }
 
     fn disclaim(&self, session: SessionId, name: &str) -> Result<(), Refusal> {
@@ -377,15 +380,12 @@ impl Host for SimHost {
                 kept.extend(only_old);
             }
         }
-        let mut manifest = proposal.manifest;
-        match (&proposal.ballot, state.names.get(name)) {
-            (Some(ballot), _) => register.accept(ballot).map_err(|_| Refusal::Outdated)?,
-            (None, Some(old)) if register.is_shared() && proposal.keeps => {
-                manifest = old.manifest.clone().unwrap_or_default();
-            }
-            (None, _) if register.is_shared() => return Err(Refusal::Shared),
-            (None, _) => register.accepted = None,
-        }
+        let bound = (state.names.get(name)).and_then(|old| old.manifest.as_ref());
+        let stays = proposal.decide(&mut register, bound.is_some())?;
+        let manifest = match bound.filter(|_| stays) {
+            Some(bound) => bound.clone(),
+            None => proposal.manifest,
+        };
         for id in &kept {
             let extent = state.extents.get_mut(id);
             extent.expect("owned, or the name's").names += 1;

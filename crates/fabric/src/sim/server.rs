@@ -10,11 +10,15 @@ use std::{
     },
 };
 
-use farpage_wire::{ExtentId, SessionId};
+use farpage_wire::{ExtentId, PublicKey, Refusal, SessionId};
 use parking_lot::Mutex;
 
 use super::host::SimHost;
-use crate::{ConnectError, attachment::Death, host::Host};
+use crate::{
+    ConnectError,
+    attachment::Death,
+    host::{Asker, Host},
+};
 
 /// Faults and limits of a simulated server.
 #[derive(Clone, Debug)]
@@ -61,6 +65,17 @@ impl SimConfig {
     }
 }
 
+/// Fault of a control request. Its client cannot tell the three apart.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RequestFault {
+    /// The request does not arrive.
+    RequestLost,
+    /// The request takes place, and its answer is lost.
+    AnswerLost,
+    /// The request does not arrive, and the server is [cut off](SimServer::cut) from then on.
+    Cut,
+}
+
 /// A simulated server that any number of sessions can use.
 pub struct SimServer {
     pub(super) config: SimConfig,
@@ -73,6 +88,8 @@ pub struct SimServer {
     pub(super) ops: AtomicU64,
     pub(super) channels: AtomicU64,
     pub(super) lose_answer: AtomicBool,
+    /// Number of control requests until the one that fails, and its failure.
+    request_fault: Mutex<Option<(u64, RequestFault)>>,
     /// WRITEs that seemed lost and may still land.
     pub(super) late: Mutex<Vec<Late>>,
 }
@@ -111,6 +128,7 @@ impl SimServer {
             ops: AtomicU64::new(0),
             channels: AtomicU64::new(0),
             lose_answer: AtomicBool::new(false),
+            request_fault: Mutex::default(),
             late: Mutex::default(),
         })
     }
@@ -144,9 +162,41 @@ impl SimServer {
         self.death.reason().or_else(|| cut().then(why))
     }
 
+    /// Removes a name as the operator of the server does.
+    ///
+    /// # Errors
+    /// The host's refusal.
+    pub fn remove_name(&self, name: &str) -> Result<(), Refusal> {
+        let operator = PublicKey([0; 32]);
+        self.host.remove(Asker::Key(operator), name, None)
+    }
+
     /// Loses the answer to the next publication, which takes place all the same.
     pub fn lose_next_publish_answer(&self) {
         self.lose_answer.store(true, Ordering::Relaxed);
+    }
+
+    /// Fails the control request that comes after `others` more, of any session.
+    pub fn fail_request(&self, others: u64, fault: RequestFault) {
+        *self.request_fault.lock() = Some((others, fault));
+    }
+
+    /// Takes back the order to [fail a request](Self::fail_request). False if it has failed.
+    pub fn spare_requests(&self) -> bool {
+        self.request_fault.lock().take().is_some()
+    }
+
+    /// Returns the fault of the control request that comes now.
+    pub(super) fn take_request_fault(&self) -> Option<RequestFault> {
+        let mut fault = self.request_fault.lock();
+        let (others, _) = fault.as_mut()?;
+        match others.checked_sub(1) {
+            Some(left) => {
+                *others = left;
+                None
+            }
+            None => fault.take().map(|(_, fault)| fault),
+        }
     }
 
     /// Returns the number of operations posted so far, over all channels.

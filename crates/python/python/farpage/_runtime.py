@@ -290,12 +290,6 @@ class Runtime:
         """
         self._native.remove(name)
 
-    def adopt(self, name: str) -> None:
-        """Makes the runtime's servers the only ones that hold the name of a region with copies, once
-        the others are gone for good. Changes that only those have are lost.
-        """
-        self._native.adopt(name)
-
     def stats(self) -> Stats:
         """Figures since the runtime was made."""
         return Stats(**self._native.stats())

@@ -21,7 +21,8 @@ mod persist;
 mod publish;
 mod turn;
 
+use self::publish::may_have_happened;
 pub(crate) use self::{
-    publish::may_have_happened,
-    turn::{Asked, Turn, Undecided},
+    persist::OnDisk,
+    turn::{Asked, Turn, Undecided, answers_of},
 };

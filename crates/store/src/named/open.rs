@@ -6,17 +6,16 @@
 use std::{collections::HashSet, sync::Arc, thread, time::Duration};
 
 use farpage_fabric::{
-    Extent, ExtentId, OpenNameError, PublishError, ServerId, Session, Versions,
+    Extent, ExtentId, OpenNameError, PublishError, Session, Versions,
     log::later,
-    register::{self, Answer, Ballot, Missing},
+    register::{self, Answer, Ballot, Unusable},
 };
 
 use super::{
-    manifest::{
-        BoundServer, Manifest, RegionManifest, VERSION, extents_of, places_of, span_of, words_of,
-    },
+    manifest::{BoundServer, Manifest, RegionManifest, extents_of, places_of, span_of, words_of},
+    persist::OnDisk,
     publish::Places,
-    turn::{Asked, Turn, Undecided},
+    turn::{Turn, Undecided, answers_of},
 };
 use crate::{
     Cluster, OpenStoreError, PageIndex, PageStore, PublishStoreError, Redundancy,
@@ -27,8 +26,9 @@ use crate::{
     place::SlotSpan,
     pool::{PoolReservation, Purpose, SlotPool},
     publications::{PIECE_BYTES, Publications, map_bytes},
-    readers::{ReaderSlots, ToldVersions},
+    readers::{OpenedReaders, ReaderSlots, ToldVersions},
     remote::{Backing, RemoteStore, check_page_bytes, reserved_bytes},
+    roster::SERVERS_MAX,
 };
 
 /// Number of attempts to read the version of a region on several servers while it is published.
@@ -50,13 +50,10 @@ impl PageStore {
         region: impl Into<Arc<str>>,
         name: &str,
     ) -> Result<Arc<Self>, OpenStoreError> {
-        let opened = OpenedName::open(cluster, name, Vote::Asked)?;
+        let opened = OpenedName::open(cluster, name)?;
         let pool = opened.pool(cluster, name, |holders| {
             Purpose::Named(ReaderSlots::new(name, holders))
         })?;
-        if opened.turn.as_ref().is_some_and(Turn::is_shared) {
-            opened.complete(&pool, name)?;
-        }
         let store = Self::of_opened(cluster, region.into(), name, opened, Arc::clone(&pool))?;
         if pool.has_copies() {
             pool.set_whole();
@@ -80,10 +77,10 @@ impl PageStore {
         region: impl Into<Arc<str>>,
         name: &str,
     ) -> Result<Arc<Self>, OpenStoreError> {
-        let mut tries = 0;
+        let (mut tries, mut silent) = (0, Silent::new());
         let (opened, pool) = loop {
             tries += 1;
-            let opened = OpenedName::read(cluster, name).and_then(|opened| {
+            let opened = OpenedName::read(cluster, name, &mut silent).and_then(|opened| {
                 let pool = opened.pool(cluster, name, |_| Purpose::Reading)?;
                 Ok((opened, pool))
             });
@@ -128,19 +125,24 @@ impl PageStore {
         if !slots.iter().all(|slot| pool.claim(*slot)) {
             return Err(damaged("pieces of its map overlap, or lie nowhere"));
         }
-        // 3. The store. Its table comes before the reservation, which nothing would take back.
-        let table = PageTable::new(manifest.bytes, page_bytes)?;
-        let reservation = match is_read_only {
-            true => None,
-            false => opened.reserve(&pool, page_bytes, name)?,
-        };
         let mut places = places_of(&map, &slots);
         places.sort_unstable();
         if let Some(index) = opened.missing_group(&pool, &places) {
             return Err(opened.extent_missing(name, index));
         }
+        // 3. A region that is whole becomes the name's only one. What holders keep of others goes.
+        let told = match opened.turn.as_ref().is_some_and(Turn::is_shared) {
+            true => opened.complete(&pool, name)?,
+            false => Vec::new(),
+        };
+        let readers = opened.readers(&pool, &told);
+        // 4. The store. Its table comes before the reservation, which nothing would take back.
+        let table = PageTable::new(manifest.bytes, page_bytes)?;
+        let reservation = match is_read_only {
+            true => None,
+            false => opened.reserve(&pool, page_bytes, name)?,
+        };
         let places = Arc::from(places);
-        let told = opened.extents.told(&pool);
         let publications = (!is_read_only).then(|| Publications::of(Arc::clone(&places), slots));
         let is_reserved = reservation.is_some();
         let chooser = Chooser::new(&cluster.traffic, &scheme, pages);
@@ -152,6 +154,7 @@ impl PageStore {
             reservation,
             claim: opened.claim.map(Box::new),
             turn: opened.turn.map(Box::new),
+            on_disk: OnDisk::of(&pool),
             publications,
         };
         let (bytes, seed) = (manifest.bytes, manifest.seed);
@@ -159,7 +162,7 @@ impl PageStore {
         let store = Self::new(cluster, region, bytes, page_bytes, table, seed, backing);
         // From here on the store gives the extents back.
         opened.extents.hand_over(&pool);
-        // 4. The entries.
+        // 5. The entries.
         let Backing::Remote(remote) = &store.backing else {
             unreachable!("made so above")
         };
@@ -168,10 +171,10 @@ impl PageStore {
                 .ok_or_else(|| damaged("an entry of its page map is none"))?;
             store.adopt(remote, page, entry).map_err(damaged)?;
         }
-        // 5. All slots of the pages are taken now. Take the space that older versions may use, and
+        // 6. All slots of the pages are taken now. Take the space that older versions may use, and
         //    slots for maps to come.
-        if let Some(readers) = pool.readers() {
-            readers.opened(&told, &places, || pool.take_holes());
+        if let Some(slots) = pool.readers() {
+            slots.opened(&readers, &places, || pool.take_holes());
         }
         if is_reserved && let Some(publications) = &remote.publications {
             publications.set_aside(&pool, map_bytes(bytes, page_bytes), 1);
@@ -240,6 +243,8 @@ fn damaged(name: &str, detail: &str) -> OpenStoreError {
 /// An opened name, given back unless a store takes it over.
 struct OpenedName {
     manifest: Box<RegionManifest>,
+    /// Ballot of the binding, which several servers hold.
+    last: Option<Ballot>,
     extents: OpenedExtents,
     /// Turn at the name, let go after the extents. A region that is only read has none.
     turn: Option<Turn>,
@@ -307,89 +312,47 @@ impl OpenedExtents {
         }
     }
 
-    /// Returns the versions that servers of the pool have told.
-    fn told(&self, pool: &SlotPool) -> Vec<ToldVersions> {
-        let told = self.0.iter().filter_map(|it| {
-            let server = pool.number_of(&it.session)?;
-            Some((server, it.versions.clone()))
-        });
-        told.collect()
-    }
-
     fn answers(&self) -> Vec<Answer> {
         self.0.iter().map(|it| it.answer.clone()).collect()
     }
 
-    /// Finds the region that servers with a ballot agree on.
-    fn region(&self, name: &str, ballot: &Ballot) -> Result<Box<RegionManifest>, OpenStoreError> {
-        let mut manifest = None;
+    /// Finds the region of a binding, or without one, that of a name which one server holds. Returns
+    /// a server that has the manifest, too.
+    fn region(
+        &self,
+        name: &str,
+        last: Option<&Ballot>,
+    ) -> Result<(Box<RegionManifest>, Arc<Session>), OpenStoreError> {
+        let mut found = None;
         for it in &self.0 {
-            let unreadable = || {
+            let accepted = it.answer.1.accepted.as_ref();
+            if accepted.is_some() && accepted != last {
+                continue;
+            }
+            let manifest = Manifest::decode(&it.manifest).ok_or_else(|| {
                 let endpoint = it.session.endpoint();
                 damaged(
                     name,
                     &format!("{endpoint} has a manifest for it that this version cannot read"),
                 )
-            };
-            let accepted = it.answer.1.accepted.as_ref();
-            if accepted.is_some_and(|it| it.removed) {
+            })?;
+            let Manifest::Region(region) = manifest else {
                 continue;
+            };
+            let is_rival = found.is_some() && last.is_none() || accepted != last;
+            if is_rival {
+                return Err(rivals(name));
             }
-            match postcard::from_bytes(&it.manifest) {
-                Ok(Manifest::Region(found)) if found.version == VERSION => {
-                    let accepted = accepted.ok_or_else(unreadable)?;
-                    if accepted.stamp == ballot.stamp {
-                        manifest = Some(found);
-                    } else if self.is_rival(ballot, accepted) {
-                        return Err(damaged(
-                            name,
-                            "several servers have a region of that name, published by clients of one of them: open it with that server alone",
-                        ));
-                    }
-                }
-                Ok(Manifest::Part) => {}
-                _ => return Err(unreadable()),
-            }
+            found = Some((region, it.session.clone()));
         }
-        manifest.ok_or_else(|| OpenStoreError::NotFound {
-            name: name.to_owned(),
-        })
-    }
-
-    /// True if another ballot is that of another region: its own holders agree on it.
-    fn is_rival(&self, ballot: &Ballot, other: &Ballot) -> bool {
-        let is_strange = |id: &ServerId| !ballot.holders.contains(id);
-        let agrees = |id: &ServerId| {
-            let mut servers = self.0.iter();
-            servers.any(|it| it.answer.0 == *id && it.answer.1.accepted.as_ref() == Some(other))
-        };
-        other.holders.iter().all(is_strange) && register::is_majority(&other.holders, agrees)
-    }
-}
-
-/// Say of the holders of a name that do not answer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Vote {
-    /// A majority has to answer.
-    Asked,
-    /// The operator says that the others are gone for good.
-    Waived,
-}
-
-impl Cluster {
-    /// Makes the servers of this cluster the only holders of a name whose other holders are gone for
-    /// good, with the newest version that they have. A region with copies can be opened for writing
-    /// then. Changes that only the other holders have are lost, and those servers must not come back
-    /// to programs that do not use one of these.
-    ///
-    /// # Errors
-    /// [`OpenStoreError`]
-    pub fn adopt(self: &Arc<Self>, name: &str) -> Result<(), OpenStoreError> {
-        let opened = OpenedName::open(self, name, Vote::Waived)?;
-        let pool = opened.pool(self, name, |holders| {
-            Purpose::Named(ReaderSlots::new(name, holders))
-        })?;
-        opened.complete(&pool, name)
+        let found = found.ok_or_else(|| not_found(name))?;
+        match found.0.copies > 1 {
+            has_copies if has_copies == last.is_some() => Ok(found),
+            _ => Err(damaged(
+                name,
+                "its servers do not hold it as its manifest says",
+            )),
+        }
     }
 }
 
@@ -397,7 +360,7 @@ impl Cluster {
 type Silent = Vec<(Arc<Session>, OpenNameError)>;
 
 impl OpenedName {
-    fn open(cluster: &Arc<Cluster>, name: &str, vote: Vote) -> Result<Self, OpenStoreError> {
+    fn open(cluster: &Arc<Cluster>, name: &str) -> Result<Self, OpenStoreError> {
         check_disks(&cluster.name_sessions()).map_err(|source| OpenStoreError::Mixed {
             name: name.to_owned(),
             source,
@@ -417,19 +380,10 @@ impl OpenedName {
                 versions: named.versions,
             })
         };
-        let (extents, silent) = ask_all(cluster, name, open)?;
-        let answers = extents.answers();
-        let found = match vote {
-            Vote::Asked => register::to_write(&answers),
-            Vote::Waived => Ok(register::newest(&answers)),
-        };
-        let found = found.map(|it| it.cloned());
-        let ballot = choose(name, found, &silent, "writers wait for them")?;
-        let manifest = extents.region(name, &ballot)?;
-        if manifest.copies <= 1 {
-            needs_all(name, &silent)?;
-        }
-        // Claimed also on servers without pages of the region: it may be published there again.
+        let mut silent = Silent::new();
+        let extents = ask_all(cluster, name, &mut silent, open)?;
+        // Claimed also on servers without pages of the region: it may be published there again, and
+        // a holder that knows of nothing says so.
         let failed = |error| match error {
             PublishError::InUse { endpoint, name } => OpenStoreError::InUse { name, endpoint },
             source => OpenStoreError::Claim {
@@ -437,29 +391,50 @@ impl OpenedName {
                 source,
             },
         };
-        let has_answered = |session: &Arc<Session>| {
-            let mut silent = silent_sessions(&silent);
-            !silent.any(|other| Arc::ptr_eq(other, session))
-        };
+        let has_answered = |session: &Arc<Session>| !is_silent(&silent, session);
         let asked = claim.take(true, has_answered).map_err(failed)?;
-        let asked = holders_first(asked, &ballot.holders);
-        let before = match vote {
-            Vote::Asked => &ballot.holders[..],
-            Vote::Waived => &[],
+        let answers = answers_of(&asked);
+        let found = register::to_write(&answers);
+        let last = found.map_err(|it| {
+            unusable(
+                name,
+                it,
+                &silent,
+                "while they are away, open it for reading",
+            )
+        })?;
+        let too_few = |undecided| too_few(name, undecided);
+        let turn = last.map(|last| Turn::begin(name, &asked, Some(last)));
+        let turn = turn.transpose().map_err(too_few)?;
+        if let Some(turn) = &turn
+            && last.is_some_and(|last| last.removed)
+        {
+            turn.bury().map_err(too_few)?;
+            return Err(not_found(name));
+        }
+        let (manifest, first) = extents.region(name, last)?;
+        let turn = match turn {
+            Some(turn) => turn,
+            None => {
+                needs_all(name, &silent)?;
+                Turn::alone(name, &first)
+            }
         };
-        let copies = usize::from(manifest.copies.max(1));
-        let turn = Turn::begin(name, &asked, before, copies);
-        let turn = turn.map_err(|undecided| too_few(name, undecided))?;
         Ok(Self {
             manifest,
+            last: last.cloned(),
             extents,
             turn: Some(turn),
             claim: Some(claim),
         })
     }
 
-    /// Opens a name for reading on all servers.
-    fn read(cluster: &Arc<Cluster>, name: &str) -> Result<Self, OpenStoreError> {
+    /// Opens a name for reading on all servers but the `silent` ones.
+    fn read(
+        cluster: &Arc<Cluster>,
+        name: &str,
+        silent: &mut Silent,
+    ) -> Result<Self, OpenStoreError> {
         let read = |session: &Arc<Session>| {
             let reading = session.read(name)?;
             Ok(OpenedServer {
@@ -470,27 +445,29 @@ impl OpenedName {
                 versions: Versions::default(),
             })
         };
-        let (mut extents, silent) = ask_all(cluster, name, read)?;
-        let found = register::to_read(&extents.answers()).map(|it| it.cloned());
-        let ballot = choose(
-            name,
-            found,
-            &silent,
-            "a version that is being published, or whose writer has died, is read when the region has been opened for writing",
-        )?;
-        let manifest = extents.region(name, &ballot)?;
-        if manifest.copies <= 1 {
-            needs_all(name, &silent)?;
+        let mut extents = ask_all(cluster, name, silent, read)?;
+        let answers = extents.answers();
+        let found = register::to_read(&answers);
+        let last = found.map_err(|it| {
+            let note = "a version that is being published, or whose writer has died, is read when the region has been opened for writing";
+            unusable(name, it, silent, note)
+        })?;
+        if last.is_some_and(|last| last.removed) {
+            return Err(not_found(name));
+        }
+        let (manifest, _) = extents.region(name, last)?;
+        if last.is_none() {
+            needs_all(name, silent)?;
         }
         // A holder that has another version counts this reader for that one.
         for it in &mut extents.0 {
-            let accepted = it.answer.1.accepted.as_ref();
-            if accepted.is_some_and(|accepted| accepted.stamp != ballot.stamp) {
+            if it.answer.1.accepted.as_ref() != last {
                 give_back(&it.session, &std::mem::take(&mut it.extents));
             }
         }
         Ok(Self {
             manifest,
+            last: last.cloned(),
             extents,
             turn: None,
             claim: None,
@@ -498,7 +475,8 @@ impl OpenedName {
     }
 
     /// Makes the binding that was found the only one: has the holders accept it in this turn.
-    fn complete(&self, pool: &SlotPool, name: &str) -> Result<(), OpenStoreError> {
+    /// Returns what they said of their readers.
+    fn complete(&self, pool: &SlotPool, name: &str) -> Result<Vec<ToldVersions>, OpenStoreError> {
         let turn = self.turn.as_ref().expect("opened for writing");
         let manifest = RegionManifest::clone(&self.manifest);
         // It stays as it is: copies on servers that are away are complete until a page is written.
@@ -512,7 +490,7 @@ impl OpenedName {
         let told = bound.map_err(|failure| failed(failure.error))?;
         let (have, need) = (told.len(), turn.holders().count());
         match have == need {
-            true => Ok(()),
+            true => Ok(told),
             false => Err(failed(PublishStoreError::Holders {
                 name: name.to_owned(),
                 have,
@@ -520,6 +498,27 @@ impl OpenedName {
                 reason: "a server has fallen silent".to_owned(),
             })),
         }
+    }
+
+    /// Returns what the servers of the pool say of their readers: when the name was opened or, if
+    /// several hold it, when they accepted the version since, as they have `told`. Which pages the
+    /// readers of another version read is not known.
+    fn readers(&self, pool: &SlotPool, told: &[ToldVersions]) -> Vec<OpenedReaders> {
+        let opened = self.extents.0.iter().filter_map(|it| {
+            let server = pool.number_of(&it.session)?;
+            let is_it = it.answer.1.accepted == self.last;
+            let mut told = told.iter();
+            let versions = match &self.last {
+                None => &it.versions,
+                Some(_) => &told.find(|(other, _)| *other == server)?.1,
+            };
+            Some(OpenedReaders {
+                server,
+                opened: is_it.then_some(it.versions.published),
+                told: versions.clone(),
+            })
+        });
+        opened.collect()
     }
 
     fn scheme(&self, name: &str) -> Result<Scheme, OpenStoreError> {
@@ -577,17 +576,28 @@ impl OpenedName {
         let sessions = cluster.sessions();
         let is_new = |port: &usize| {
             let endpoint = sessions[*port].endpoint().to_string();
-            let takes_part = || match &self.turn {
-                Some(turn) => turn.id_of(&sessions[*port]).is_some(),
-                None => true,
-            };
+            let is_holder =
+                || (self.turn.as_ref()).is_some_and(|turn| turn.id_of(&sessions[*port]).is_some());
             match has_copies {
-                true => !ports.contains(port) && takes_part(),
+                true => !ports.contains(port) && is_holder(),
                 false => !(manifest.servers.iter()).any(|it| it.endpoint == endpoint),
             }
         };
         let others: Vec<usize> = cluster.name_ports().into_iter().filter(is_new).collect();
-        ports.extend(others);
+        for other in others {
+            // The place of a stand-in is free: a holder that comes back has one again.
+            let is_spare = |at: &usize| ports[..*at].contains(&ports[*at]);
+            match (0..ports.len()).find(is_spare) {
+                Some(at) => ports[at] = other,
+                None => ports.push(other),
+            }
+        }
+        if ports.len() > SERVERS_MAX {
+            return Err(damaged(
+                name,
+                "it is on more servers than a region can have",
+            ));
+        }
         let holders = (self.turn.as_ref()).map_or(Vec::new(), |it| it.numbered(cluster, &ports));
         let redundancy = match manifest.copies {
             0 | 1 => Redundancy::None,
@@ -596,7 +606,7 @@ impl OpenedName {
         if !redundancy.is_valid() {
             return Err(damaged(name, "its number of copies is impossible"));
         }
-        let pool = cluster.own_pool(ports, purpose(holders), redundancy);
+        let pool = cluster.own_pool(ports.iter().copied(), purpose(holders), redundancy);
         // 2. The extents that are there.
         for (index, group) in (0..).zip(&manifest.groups) {
             let Some(group) = group else {
@@ -612,7 +622,8 @@ impl OpenedName {
                 let server_part = servers.find(|it| Arc::ptr_eq(&it.session, &sessions[port]))?;
                 let mut extents = server_part.extents.iter();
                 let (_, extent) = extents.find(|(known, _)| *known == id)?;
-                (extent.bytes >= group.bytes).then_some((server, extent.id))
+                let number = ports.iter().position(|it| *it == port)?;
+                (extent.bytes >= group.bytes).then_some((number as u8, extent))
             };
             let members: Vec<_> = group.members.iter().filter_map(here).collect();
             let most = usize::from(manifest.copies.max(1));
@@ -622,7 +633,12 @@ impl OpenedName {
             if members.is_empty() && !has_copies {
                 return Err(self.extent_missing(name, index));
             }
-            pool.add_opened(group.arena, group.bytes, members);
+            let bytes = match has_copies {
+                true => group.bytes,
+                false => members[0].1.bytes,
+            };
+            let members = members.iter().map(|(server, extent)| (*server, extent.id));
+            pool.add_opened(group.arena, bytes, members);
         }
         pool.groups.end_gaps();
         Ok(pool)
@@ -733,14 +749,19 @@ impl OpenedName {
     }
 }
 
-/// Asks all servers for a name. Returns their parts, and those that did not answer.
+/// Asks all servers for a name, but those that are `silent` already. Returns their parts, and notes
+/// the servers that do not answer.
 fn ask_all(
     cluster: &Cluster,
     name: &str,
+    silent: &mut Silent,
     ask: impl Fn(&Arc<Session>) -> Result<OpenedServer, OpenNameError>,
-) -> Result<(OpenedExtents, Silent), OpenStoreError> {
-    let (mut parts, mut silent) = (OpenedExtents(Vec::new()), Vec::new());
+) -> Result<OpenedExtents, OpenStoreError> {
+    let mut parts = OpenedExtents(Vec::new());
     for session in cluster.name_sessions() {
+        if is_silent(silent, &session) {
+            continue;
+        }
         match ask(&session) {
             Ok(part) => parts.0.push(part),
             Err(OpenNameError::NotFound { .. }) => {}
@@ -748,41 +769,14 @@ fn ask_all(
             Err(error) => silent.push((session, error)),
         }
     }
-    if parts.0.is_empty()
-        && let Some((_, error)) = silent.pop()
-    {
-        return Err(not_opened(name, error));
+    match silent.first() {
+        Some((_, error)) if parts.0.is_empty() => Err(not_opened(name, error.clone())),
+        _ => Ok(parts),
     }
-    Ok((parts, silent))
 }
 
-fn silent_sessions(silent: &Silent) -> impl Iterator<Item = &Arc<Session>> {
-    silent.iter().map(|(session, _)| session)
-}
-
-/// Returns the ballot that was found, which is that of a region.
-fn choose(
-    name: &str,
-    found: Result<Option<Ballot>, Missing>,
-    silent: &Silent,
-    writing: &'static str,
-) -> Result<Ballot, OpenStoreError> {
-    match found {
-        Ok(Some(ballot)) if !ballot.removed => Ok(ballot),
-        Ok(_) => Err(OpenStoreError::NotFound {
-            name: name.to_owned(),
-        }),
-        Err(Missing { have, need, .. }) => {
-            let reasons = silent.iter().map(|(_, error)| format!("; {error}"));
-            Err(OpenStoreError::Holders {
-                name: name.to_owned(),
-                have,
-                need,
-                missing: reasons.collect(),
-                writing,
-            })
-        }
-    }
+fn is_silent(silent: &Silent, session: &Arc<Session>) -> bool {
+    silent.iter().any(|(other, _)| Arc::ptr_eq(other, session))
 }
 
 /// Checks that all servers have answered, as a region without copies needs.
@@ -793,21 +787,44 @@ fn needs_all(name: &str, silent: &Silent) -> Result<(), OpenStoreError> {
     }
 }
 
-/// Puts the servers that hold a name before the others.
-fn holders_first(mut asked: Vec<Asked>, holders: &[ServerId]) -> Vec<Asked> {
-    asked.sort_by_key(|(_, (id, _))| !holders.contains(id));
-    asked
+fn not_found(name: &str) -> OpenStoreError {
+    OpenStoreError::NotFound {
+        name: name.to_owned(),
+    }
+}
+
+fn rivals(name: &str) -> OpenStoreError {
+    damaged(
+        name,
+        "several servers have regions of that name, which were created apart from each other: open it with the servers of one alone",
+    )
+}
+
+fn unusable(name: &str, why: Unusable, silent: &Silent, note: &'static str) -> OpenStoreError {
+    match why {
+        Unusable::Rivals => rivals(name),
+        Unusable::Few { have, need } => {
+            let reasons = silent.iter().map(|(_, error)| format!("; {error}"));
+            OpenStoreError::Holders {
+                name: name.to_owned(),
+                have,
+                need,
+                missing: reasons.collect(),
+                note,
+            }
+        }
+    }
 }
 
 fn too_few(name: &str, undecided: Undecided) -> OpenStoreError {
     match undecided.error {
         Some(PublishError::InUse { endpoint, name }) => OpenStoreError::InUse { name, endpoint },
-        error => OpenStoreError::Holders {
+        _ => OpenStoreError::Holders {
             name: name.to_owned(),
             have: undecided.have,
             need: undecided.need,
-            missing: error.map_or_else(String::new, |error| format!("; {error}")),
-            writing: "",
+            missing: format!("; {}", undecided.reason()),
+            note: "open it again",
         },
     }
 }

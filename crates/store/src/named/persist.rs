@@ -1,20 +1,22 @@
 //! [`Additions`]: the bytes that a publication adds to those that the servers' disks have.
 //!
-//! The rule it keeps: the disk of each server has the bytes before the name is bound on any. A
-//! region on one server may be written later, in the order of its publications: the server sees to
-//! that.
+//! The rule it keeps: the disk of each server has the bytes before the name is bound on any. That
+//! includes older pages of a copy that was made anew, or whose server has missed a publication: see
+//! [`OnDisk`]. A region on one server may be written later, in the order of its publications: the
+//! server sees to that.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, HashSet},
     sync::Arc,
     time::{Duration, Instant},
 };
 
-use farpage_fabric::{ControlError, ExtentRange, Persistence, Session, log::later};
+use farpage_fabric::{ControlError, ExtentId, ExtentRange, Persistence, Session, log::later};
+use farpage_signals::Mutex;
 
 use crate::{
     PublishStoreError,
-    groups::ExtentGroup,
+    groups::{ExtentGroup, Member},
     names::check_disks,
     place::{SlotPlace, SlotSpan, slot_bytes},
     pool::SlotPool,
@@ -27,9 +29,17 @@ const REQUEST_RANGES: usize = 512;
 /// The longest wait for a publication before, which a server writes after its answer.
 const LAST_WRITTEN: Duration = Duration::from_secs(600);
 
-/// Slots that no published map refers to yet.
-pub(super) struct Additions {
+/// Copies that their servers' disks have, as far as published maps refer to them: the number of the
+/// server, and the extent.
+#[derive(Default)]
+pub(crate) struct OnDisk(Mutex<HashSet<(u8, ExtentId)>>);
+
+/// Slots that a map refers to, and that some disk lacks.
+pub(super) struct Additions<'a> {
+    on_disk: &'a OnDisk,
     is_kept: bool,
+    /// True if a copy is not on its server's disk, which then lacks published slots, too.
+    any_lacks: bool,
     rows: Vec<Row>,
 }
 
@@ -37,30 +47,59 @@ pub(super) struct Additions {
 struct Row {
     start: SlotPlace,
     bytes: u64,
+    /// True if no published map refers to the slots yet.
+    is_new: bool,
 }
 
-impl Additions {
-    /// Makes an empty list, for the servers of `pool`.
-    pub(super) fn new(pool: &SlotPool) -> Self {
+impl OnDisk {
+    /// Makes the list of a region that was opened: what its manifest names is on the disks.
+    pub(super) fn of(pool: &SlotPool) -> Self {
+        Self(Mutex::new(good_copies(pool).collect()))
+    }
+
+    fn has(&self, copy: (u8, ExtentId)) -> bool {
+        self.0.lock().contains(&copy)
+    }
+}
+
+/// Returns the copies that are complete in the servers' memory.
+fn good_copies(pool: &SlotPool) -> impl Iterator<Item = (u8, ExtentId)> {
+    let groups = pool.groups.all().into_iter().flatten();
+    groups.flat_map(|group| {
+        let good = group.good().map(|(_, member)| (member.server, member.id));
+        good.collect::<Vec<_>>()
+    })
+}
+
+impl<'a> Additions<'a> {
+    /// Makes an empty list, for the servers of `pool`, whose members are
+    /// [fixed](SlotPool::fix_members).
+    pub(super) fn new(pool: &SlotPool, on_disk: &'a OnDisk) -> Self {
         let keeps =
             |(_, session): &(usize, Arc<Session>)| session.persistence() != Persistence::Never;
+        let is_kept = pool.servers().iter().any(keeps);
         Self {
-            is_kept: pool.servers().iter().any(keeps),
+            on_disk,
+            is_kept,
+            any_lacks: is_kept
+                && pool.has_copies()
+                && good_copies(pool).any(|copy| !on_disk.has(copy)),
             rows: Vec::new(),
         }
     }
 
-    /// Adds a slot, if a disk is to have it.
-    pub(super) fn add(&mut self, slot: SlotSpan) {
-        if !self.is_kept {
+    /// Adds a slot, if a disk is to have it. `is_new`: no published map refers to it yet.
+    pub(super) fn add(&mut self, slot: SlotSpan, is_new: bool) {
+        if !self.is_kept || !(is_new || self.any_lacks) {
             return;
         }
         let (place, bytes) = (slot.place, slot_bytes(slot.bytes));
         match self.rows.last_mut() {
-            Some(row) if row.is_followed_by(place) => row.bytes += bytes,
+            Some(row) if row.is_new == is_new && row.is_followed_by(place) => row.bytes += bytes,
             _ => self.rows.push(Row {
                 start: place,
                 bytes,
+                is_new,
             }),
         }
     }
@@ -82,8 +121,10 @@ impl Additions {
         }
         let ranges_of = |row: &Row| {
             let group = pool.group(row.start);
-            let (offset, bytes) = (row.start.offset, row.bytes);
-            let members: Vec<_> = group.iter().flat_map(ExtentGroup::good).collect();
+            let (offset, bytes, is_new) = (row.start.offset, row.bytes, row.is_new);
+            let members = group.iter().flat_map(ExtentGroup::good);
+            let lack = |(_, it): &(u8, Member)| is_new || !self.on_disk.has((it.server, it.id));
+            let members: Vec<_> = members.filter(lack).collect();
             members.into_iter().map(move |(_, member)| {
                 let range = ExtentRange {
                     extent: member.id,
@@ -133,13 +174,15 @@ impl Additions {
                 }
             }
         }
+        let copies = good_copies(pool).filter(|(server, _)| takers.contains(server));
+        *self.on_disk.0.lock() = copies.collect();
         Ok(())
     }
 }
 
 impl Row {
     fn is_followed_by(&self, next: SlotPlace) -> bool {
-        let Self { start, bytes } = self;
+        let Self { start, bytes, .. } = self;
         let end = (start.server, start.extent, start.offset + bytes);
         end == (next.server, next.extent, next.offset)
     }
@@ -195,8 +238,6 @@ fn ask(
 
 #[cfg(test)]
 mod tests {
-    use farpage_fabric::ExtentId;
-
     use super::*;
 
     const MIB: u64 = 1 << 20;

@@ -56,9 +56,9 @@ impl PageStore {
             name: name.to_owned(),
             source,
         };
-        let mut additions = Additions::new(pool);
         let mut publication = publications.begin(pool, map_bytes).map_err(full)?;
         let fixed = pool.fix_members();
+        let mut additions = Additions::new(pool, &remote.on_disk);
         // 1. Copy the map.
         let map = publication.copy(|| self.copy_map(map_bytes, &mut additions));
         let places = places_of(&map, publication.area());
@@ -69,7 +69,7 @@ impl PageStore {
         // 2. Write it, put what is new on the servers' disks, and bind the name to the map.
         let result = match self.write_map(pool, name, &map, publication.area()) {
             Ok(entries) => {
-                (entries.iter().filter_map(span_of)).for_each(|slot| additions.add(slot));
+                (entries.iter().filter_map(span_of)).for_each(|slot| additions.add(slot, true));
                 let mut binding = Places::new(pool, name, turn);
                 match additions.write(pool, name, &mut binding.takers) {
                     Ok(()) => binding.prepare().and_then(|()| {
@@ -109,16 +109,14 @@ impl PageStore {
         result.map(drop).map_err(|failure| failure.error)
     }
 
-    /// Copies the map. Slots that the last published map does not refer to are `additions`.
+    /// Copies the map, and lists the slots that the disks lack in `additions`.
     fn copy_map(&self, map_bytes: u64, additions: &mut Additions) -> Vec<u8> {
         let mut map = Vec::with_capacity(map_bytes as usize);
         for page in self.all() {
             let words = self.table.load_words(page);
             let entry = portable(words);
-            if words[1] & PUBLISHED == 0
-                && let Some(slot) = span_of(&entry)
-            {
-                additions.add(slot);
+            if let Some(slot) = span_of(&entry) {
+                additions.add(slot, words[1] & PUBLISHED == 0);
             }
             map.extend(bytes_of(entry));
         }
@@ -266,13 +264,22 @@ impl<'a> Places<'a> {
     /// version is whole wherever it is accepted. Servers that do not answer have no part in it.
     ///
     /// # Errors
-    /// Too few holders answer. The name keeps its binding.
+    /// Too few holders answer; before the first version, any of them does not. The name keeps its
+    /// binding.
     pub(super) fn prepare(&mut self) -> Result<(), NotBound> {
         if !self.turn.is_shared() {
             return Ok(());
         }
         let (pool, turn) = (self.pool, self.turn);
         let part = encode(&Manifest::Part);
+        if !turn.is_founded() {
+            let part = |session: &Arc<Session>| (part.clone(), self.held(session));
+            let founded = turn.found(part).map_err(|it| it.into_error(self.name))?;
+            for session in founded.iter().map(|it| &it.session) {
+                turn.note_kept(session, &self.held(session));
+            }
+            return Ok(());
+        }
         let mut first = None;
         for session in turn.holders() {
             let Some(server) = pool.number_of(session) else {
@@ -359,8 +366,9 @@ impl<'a> Places<'a> {
             let mut holders = self.turn.holders();
             holders.any(|holder| Arc::ptr_eq(holder, session))
         };
-        // 1. Servers that do not hold the name keep at least the extents that the holders' maps
-        //    need, of this version and of the one before. A server that holds none is told so, too.
+        // 1. Without copies, one server holds the name. The others keep at least the extents that
+        //    its maps need, of this version and of the one before. A server that holds none is told
+        //    so, too.
         let part = encode(&Manifest::Part);
         let part_of = |session: &Arc<Session>, keeps| {
             let proposal = Proposal {
@@ -385,16 +393,14 @@ impl<'a> Places<'a> {
         let accepted = self.turn.propose(false, takes, whole);
         let accepted = accepted.map_err(|undecided| undecided.into_error(name))?;
         // 3. All free what only the version before has.
-        let mut failures = self.turn.settle(&accepted, whole);
+        self.turn.settle(false, &accepted, whole);
         for session in keep_more {
-            let failure = part_of(session, false).err();
-            failures.extend(failure.map(|error| (session.clone(), error)));
-        }
-        for (session, error) in failures {
-            let (endpoint, name) = (session.endpoint().clone(), name.to_owned());
-            later(move || {
-                tracing::warn!(%endpoint, name, %error, "memory of the version before stays until the next flush");
-            });
+            if let Err(error) = part_of(session, false) {
+                let (endpoint, name) = (session.endpoint().clone(), name.to_owned());
+                later(move || {
+                    tracing::warn!(%endpoint, name, %error, "memory of the version before stays until the next flush");
+                });
+            }
         }
         let told = accepted.into_iter().filter_map(|it| {
             let server = pool.number_of(&it.session)?;
@@ -434,24 +440,17 @@ fn encode(manifest: &Manifest) -> Vec<u8> {
 impl Undecided {
     /// Returns the failure to publish region `name`.
     fn into_error(self, name: &str) -> NotBound {
-        let Self {
-            have,
-            need,
-            error,
-            is_unknown,
-        } = self;
+        let (reason, is_unknown) = (self.reason(), self.is_unknown);
+        let Self { have, need, .. } = self;
         let name = name.to_owned();
-        let error = match error {
+        let error = match self.error {
             // A majority of one.
             Some(source) if need == 1 => PublishStoreError::Publish { name, source },
-            error => PublishStoreError::Holders {
+            _ => PublishStoreError::Holders {
                 name,
                 have,
                 need,
-                reason: error.map_or_else(
-                    || "the others do not answer".to_owned(),
-                    |it| it.to_string(),
-                ),
+                reason,
             },
         };
         NotBound { error, is_unknown }

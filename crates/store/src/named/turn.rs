@@ -15,7 +15,8 @@ use std::{
 
 use farpage_fabric::{
     ExtentId, PublishError, ServerId, Session,
-    host::Proposal,
+    host::{Bound, ClaimedName, Proposal},
+    log::later,
     register::{self, Answer, Ballot, Epoch, Stamp},
 };
 
@@ -23,37 +24,42 @@ use farpage_signals::Mutex;
 
 use crate::Cluster;
 
-/// Server that has been asked about a name, and its answer.
-pub(crate) type Asked = (Arc<Session>, Answer);
+/// Server at which a name was claimed, and its answer.
+pub(crate) type Asked = (Arc<Session>, ClaimedName);
+
+/// Manifest and extents of a binding at one server.
+type Part = (Vec<u8>, Vec<ExtentId>);
 
 /// A writer's turn at a name.
 pub(crate) struct Turn {
     name: String,
-    /// Holders that answer.
+    /// Holders that answer. A region without copies has one, the first server.
     holders: Vec<(ServerId, Arc<Session>)>,
-    /// All holders: silent ones keep their say, so that the name outlives the death of another.
+    /// The register of a region with copies.
+    shared: Option<Shared>,
+}
+
+/// A writer's part of the register of a name that several servers hold.
+struct Shared {
+    life: u64,
+    /// All holders: silent ones keep their say.
     ids: Vec<ServerId>,
-    /// Servers that take part although they do not hold the name: their identities are in the
-    /// binding.
-    others: Vec<(ServerId, Arc<Session>)>,
-    /// Holders of the binding before this turn.
-    before: Vec<ServerId>,
     epoch: Epoch,
+    /// True once all holders know of the life.
+    is_founded: AtomicBool,
     /// Number of bindings that have been proposed.
     proposed: AtomicU64,
     /// Extents that each holder is known to keep for the name.
     kept: Mutex<HashMap<ServerId, Vec<ExtentId>>>,
-    /// True once a binding of this turn is published: `before` has no say any more.
-    has_published: AtomicBool,
 }
 
 /// Holder that has accepted a binding, and its answer.
 pub(crate) struct Accepted {
     pub(crate) session: Arc<Session>,
-    pub(crate) bound: farpage_fabric::host::Bound,
+    pub(crate) bound: Bound,
 }
 
-/// Failure to have a binding accepted by a majority.
+/// Failure to have a binding accepted by the holders that are needed.
 pub(crate) struct Undecided {
     /// Number of holders that have accepted, and the number that is needed.
     pub(crate) have: usize,
@@ -64,82 +70,95 @@ pub(crate) struct Undecided {
     pub(crate) is_unknown: bool,
 }
 
+impl Undecided {
+    /// Returns the first holder's answer, for people.
+    pub(crate) fn reason(&self) -> String {
+        let error = self.error.as_ref();
+        error.map_or_else(
+            || "the others do not answer".to_owned(),
+            ToString::to_string,
+        )
+    }
+}
+
 impl Turn {
-    /// Begins a turn at a name that this client has claimed at the servers `asked`. They hold the
-    /// name from now on if a region with copies has it, or had; else the first one alone. `before`
-    /// are the holders until now. Silent ones stay while there are fewer than `2m + 1` holders, of
-    /// a region that is to outlive `m` deaths.
+    /// Makes the turn of a region without copies, whose name `first` alone holds. The claim keeps
+    /// other writers away.
+    pub(crate) fn alone(name: &str, first: &Arc<Session>) -> Self {
+        Self {
+            name: name.to_owned(),
+            holders: vec![(ServerId::default(), first.clone())],
+            shared: None,
+        }
+    }
+
+    /// Begins a turn at the name of a region with copies, which this client has claimed at the
+    /// servers `asked`. `last` is the binding that the turn goes on from. Without one, a new life of
+    /// the name begins, and all servers that were asked hold the name.
     ///
     /// # Errors
     /// A majority of the holders does not promise to follow this writer. Holds the first reason.
     pub(crate) fn begin(
         name: &str,
         asked: &[Asked],
-        before: &[ServerId],
-        copies: usize,
+        last: Option<&Ballot>,
     ) -> Result<Self, Undecided> {
-        let answers: Vec<Answer> = asked.iter().map(|(_, it)| it.clone()).collect();
-        let all = asked.iter().map(|(session, it)| (it.0, session.clone()));
-        let mut all: Vec<_> = all.collect();
-        let is_shared = copies > 1 || before.len() > 1;
-        let others = match is_shared {
-            true => Vec::new(),
-            false => all.split_off(1.min(all.len())),
+        let answers = answers_of(asked);
+        let draw = || RandomState::new().hash_one(name);
+        let all = asked.iter().map(|(session, it)| (it.vote.0, session));
+        let (life, ids) = match last {
+            Some(last) => (last.life, last.holders.clone()),
+            None => (draw(), all.clone().map(|(id, _)| id).collect()),
         };
-        let mut ids: Vec<ServerId> = all.iter().map(|(id, _)| *id).collect();
-        let is_silent = |id: &&ServerId| !ids.contains(id);
-        let silent: Vec<ServerId> = before.iter().filter(is_silent).copied().collect();
-        let lacking = before.len().max(2 * copies - 1).saturating_sub(ids.len());
-        if is_shared {
-            ids.extend(silent.into_iter().take(lacking));
-        }
+        let its = all.filter(|(id, _)| ids.contains(id));
         let turn = Self {
             name: name.to_owned(),
-            holders: all,
-            ids,
-            others,
-            before: before.to_vec(),
-            epoch: register::next_epoch(&answers, RandomState::new().hash_one(name)),
-            proposed: AtomicU64::new(0),
-            kept: Mutex::default(),
-            has_published: AtomicBool::new(false),
+            holders: its.map(|(id, session)| (id, session.clone())).collect(),
+            shared: Some(Shared {
+                life,
+                ids,
+                epoch: register::next_epoch(&answers, draw()),
+                is_founded: AtomicBool::new(last.is_some()),
+                proposed: AtomicU64::new(0),
+                kept: Mutex::default(),
+            }),
         };
-        // A majority of one has no use for promises: the claim keeps others away.
-        match is_shared {
-            true => turn.promise(asked).map(|()| turn),
-            false => Ok(turn),
-        }
+        turn.promise().map(|()| turn)
     }
 
-    /// True if several servers hold the name, or have held it.
+    /// True if several servers hold the name.
     pub(crate) fn is_shared(&self) -> bool {
-        self.ids.len() > 1 || self.before.len() > 1
+        self.shared.is_some()
     }
 
-    /// Returns the identity of the server of a session.
+    /// Returns the identity of the server of a session, if it holds the name with others.
     pub(crate) fn id_of(&self, session: &Arc<Session>) -> Option<ServerId> {
-        let mut all = self.holders.iter().chain(&self.others);
+        self.shared.as_ref()?;
+        let mut all = self.holders.iter();
         let found = all.find(|(_, other)| Arc::ptr_eq(other, session));
         found.map(|(id, _)| *id)
     }
 
     /// True if a holder is known to keep these extents.
     pub(crate) fn keeps(&self, session: &Arc<Session>, extents: &[ExtentId]) -> bool {
-        let kept = self.kept.lock();
-        let its = self.id_of(session).and_then(|id| kept.get(&id));
-        its.is_some_and(|its| its == extents)
+        let id = self.shared.as_ref().zip(self.id_of(session));
+        id.is_some_and(|(shared, id)| {
+            let kept = shared.kept.lock();
+            kept.get(&id).is_some_and(|its| its == extents)
+        })
     }
 
     /// Notes that a holder keeps these extents until it is told of others.
     pub(crate) fn note_kept(&self, session: &Arc<Session>, extents: &[ExtentId]) {
-        if let Some(id) = self.id_of(session) {
-            self.kept.lock().insert(id, extents.to_vec());
+        if let Some((shared, id)) = self.shared.as_ref().zip(self.id_of(session)) {
+            shared.kept.lock().insert(id, extents.to_vec());
         }
     }
 
     /// Returns the number of holders that are needed.
     pub(crate) fn need(&self) -> usize {
-        register::majority(self.ids.len())
+        let ids = self.shared.as_ref().map_or(1, |it| it.ids.len());
+        register::majority(ids)
     }
 
     /// Returns the holders' sessions, each with its place among `ports` of the cluster.
@@ -152,20 +171,51 @@ impl Turn {
         self.holders().filter_map(number).collect()
     }
 
-    /// Returns the sessions at the holders.
+    /// Returns the sessions at the holders that answer.
     pub(crate) fn holders(&self) -> impl Iterator<Item = &Arc<Session>> {
         self.holders.iter().map(|(_, session)| session)
     }
 
     /// True if the holders that are `wanted` can publish a binding.
     pub(crate) fn is_enough(&self, wanted: impl Fn(&Arc<Session>) -> bool) -> bool {
-        let wanted = self.holders.iter().filter(|(_, session)| wanted(session));
-        let wanted: Vec<ServerId> = wanted.map(|(id, _)| *id).collect();
-        register::is_published(&self.ballot(0, false), self.voters_before(), &wanted)
+        self.holders().filter(|session| wanted(session)).count() >= self.need()
     }
 
-    /// Has the holders that are `wanted` accept a binding. `proposal` makes the manifest and the
-    /// extents of each. Returns the answers once the binding is published.
+    /// True once all holders know of the name, so that a majority of them decides.
+    pub(crate) fn is_founded(&self) -> bool {
+        let shared = self.shared.as_ref();
+        shared.is_none_or(|it| it.is_founded.load(Ordering::Relaxed))
+    }
+
+    /// Begins the life of the name: has all holders accept a tombstone, and keep the extents of
+    /// their `part`. A holder that knows of nothing is no witness later on, so each has to answer.
+    ///
+    /// # Errors
+    /// A holder does not answer. The name has no region.
+    pub(crate) fn found(
+        &self,
+        part: impl Fn(&Arc<Session>) -> Part,
+    ) -> Result<Vec<Accepted>, Undecided> {
+        let ballot = self.ballot(0, true);
+        let (accepted, error, _) = self.ask(ballot.as_ref(), true, |_| true, part);
+        let need = self.shared.as_ref().map_or(1, |it| it.ids.len());
+        if accepted.len() < need {
+            return Err(Undecided {
+                have: accepted.len(),
+                need,
+                error,
+                is_unknown: false,
+            });
+        }
+        if let Some(shared) = &self.shared {
+            shared.is_founded.store(true, Ordering::Relaxed);
+        }
+        Ok(accepted)
+    }
+
+    /// Has the holders that are `wanted` accept a binding. `part` makes the manifest and the extents
+    /// of each. What holders keep of earlier bindings stays until it is [settled](Self::settle).
+    /// Returns the answers once the binding is published.
     ///
     /// # Errors
     /// [`Undecided`]
@@ -173,107 +223,156 @@ impl Turn {
         &self,
         removed: bool,
         wanted: impl Fn(&Arc<Session>) -> bool,
-        part: impl Fn(&Arc<Session>) -> (Vec<u8>, Vec<ExtentId>),
+        part: impl Fn(&Arc<Session>) -> Part,
     ) -> Result<Vec<Accepted>, Undecided> {
-        let version = self.proposed.fetch_add(1, Ordering::Relaxed) + 1;
+        let shared = self.shared.as_ref();
+        let version = shared.map_or(0, |it| it.proposed.fetch_add(1, Ordering::Relaxed) + 1);
         let ballot = self.ballot(version, removed);
-        let (mut accepted, mut ids) = (Vec::new(), Vec::new());
-        let (mut first, mut may_have_happened) = (None, false);
-        for (id, session) in &self.holders {
-            if !wanted(session) {
-                continue;
-            }
+        let keeps = ballot.is_some();
+        let (accepted, error, is_unknown) = self.ask(ballot.as_ref(), keeps, wanted, part);
+        let (have, need) = (accepted.len(), self.need());
+        match have >= need {
+            true => Ok(accepted),
+            false => Err(Undecided {
+                have,
+                need,
+                error,
+                is_unknown: is_unknown || have > 0,
+            }),
+        }
+    }
+
+    /// Tells holders that the binding that they have accepted last is published. They forget what
+    /// only earlier ones have. Failures are logged: the memory stays until the next flush, and
+    /// readers need a majority that agrees until then.
+    pub(crate) fn settle(
+        &self,
+        removed: bool,
+        accepted: &[Accepted],
+        part: impl Fn(&Arc<Session>) -> Part,
+    ) {
+        let Some(shared) = &self.shared else {
+            return;
+        };
+        let ballot = self.ballot(shared.proposed.load(Ordering::Relaxed), removed);
+        for session in accepted.iter().map(|it| &it.session) {
             let (manifest, extents) = part(session);
             let proposal = Proposal {
                 manifest,
                 extents: &extents,
-                ballot: Some(ballot.clone()),
-                keeps: self.is_shared() && !removed,
+                ballot: ballot.clone(),
+                keeps: false,
+            };
+            if let Err(error) = session.propose(&self.name, proposal) {
+                let (endpoint, name) = (session.endpoint().clone(), self.name.clone());
+                later(move || {
+                    tracing::warn!(%endpoint, name, %error, "memory of the version before stays until the next flush");
+                });
+            }
+        }
+    }
+
+    /// Buries a name whose last binding is a tombstone, or is to be one: once a majority has
+    /// accepted the tombstone, holders free the region's memory; once all have, they forget the
+    /// name. Returns true then.
+    ///
+    /// # Errors
+    /// Too few holders answer. The region may be there or not.
+    pub(crate) fn bury(&self) -> Result<bool, Undecided> {
+        let nothing = |_: &Arc<Session>| (Vec::new(), Vec::new());
+        let accepted = self.propose(true, |_| true, nothing)?;
+        self.settle(true, &accepted, nothing);
+        let all = self.shared.as_ref().map_or(1, |it| it.ids.len());
+        if accepted.len() < all {
+            return Ok(false);
+        }
+        let mut is_forgotten = true;
+        for session in accepted.iter().map(|it| &it.session) {
+            if let Err(error) = session.remove(&self.name) {
+                is_forgotten = false;
+                let (endpoint, name) = (session.endpoint().clone(), self.name.clone());
+                later(move || {
+                    tracing::warn!(%endpoint, name, %error, "the tombstone of a name stays");
+                });
+            }
+        }
+        Ok(is_forgotten)
+    }
+
+    /// Sends a binding to the holders that are `wanted`. Returns the answers, the first error, and
+    /// true if a holder that has not answered may have accepted.
+    fn ask(
+        &self,
+        ballot: Option<&Ballot>,
+        keeps: bool,
+        wanted: impl Fn(&Arc<Session>) -> bool,
+        part: impl Fn(&Arc<Session>) -> Part,
+    ) -> (Vec<Accepted>, Option<PublishError>, bool) {
+        let (mut accepted, mut first, mut is_unknown) = (Vec::new(), None, false);
+        for session in self.holders().filter(|session| wanted(session)) {
+            let (manifest, extents) = part(session);
+            let proposal = Proposal {
+                manifest,
+                extents: &extents,
+                ballot: ballot.cloned(),
+                keeps,
             };
             match session.propose(&self.name, proposal) {
-                Ok(bound) => {
-                    ids.push(*id);
-                    accepted.push(Accepted {
-                        session: session.clone(),
-                        bound,
-                    });
-                }
+                Ok(bound) => accepted.push(Accepted {
+                    session: session.clone(),
+                    bound,
+                }),
                 Err(error) => {
-                    may_have_happened |=
-                        super::may_have_happened(&error) && !session.has_outlived_server();
+                    is_unknown |= match ballot {
+                        // Also after a refusal: it may be on the disk, and be found by the next
+                        // start.
+                        Some(_) => !matches!(error, PublishError::NotAsked(_)),
+                        None => super::may_have_happened(&error) && !session.has_outlived_server(),
+                    };
                     first.get_or_insert(error);
                 }
             }
         }
-        if register::is_published(&ballot, self.voters_before(), &ids) {
-            self.has_published.store(true, Ordering::Relaxed);
-            return Ok(accepted);
-        }
-        Err(Undecided {
-            have: ids.len(),
-            need: register::majority(ballot.holders.len()),
-            error: first,
-            is_unknown: may_have_happened || !ids.is_empty(),
-        })
-    }
-
-    /// Lets holders forget what only the version before has.
-    pub(crate) fn settle(
-        &self,
-        accepted: &[Accepted],
-        part: impl Fn(&Arc<Session>) -> (Vec<u8>, Vec<ExtentId>),
-    ) -> Vec<(Arc<Session>, PublishError)> {
-        let ballot = self.ballot(self.proposed.load(Ordering::Relaxed), false);
-        let more = accepted.iter().filter(|it| it.bound.keeps_more);
-        let failed = more.filter_map(|it| {
-            let (manifest, extents) = part(&it.session);
-            let proposal = Proposal {
-                manifest,
-                extents: &extents,
-                ballot: Some(ballot.clone()),
-                keeps: false,
-            };
-            let error = it.session.propose(&self.name, proposal).err()?;
-            Some((it.session.clone(), error))
-        });
-        failed.collect()
+        (accepted, first, is_unknown)
     }
 
     /// Has a majority of the holders promise to follow this writer.
-    fn promise(&self, asked: &[Asked]) -> Result<(), Undecided> {
-        let mut first = None;
-        let mut promised = Vec::new();
-        for (session, (id, _)) in asked {
-            match session.promise(&self.name, self.epoch) {
-                Ok(()) => promised.push(*id),
-                Err(error) => _ = first.get_or_insert(error),
+    fn promise(&self) -> Result<(), Undecided> {
+        let Some(shared) = &self.shared else {
+            return Ok(());
+        };
+        let (mut have, mut error) = (0, None);
+        for session in self.holders() {
+            match session.promise(&self.name, shared.epoch) {
+                Ok(()) => have += 1,
+                Err(reason) => _ = error.get_or_insert(reason),
             }
         }
-        let ballot = self.ballot(0, false);
-        match register::is_published(&ballot, &self.before, &promised) {
+        let need = self.need();
+        match have >= need {
             true => Ok(()),
             false => Err(Undecided {
-                have: promised.len(),
-                need: register::majority(ballot.holders.len()),
-                error: first,
+                have,
+                need,
+                error,
                 is_unknown: false,
             }),
         }
     }
 
-    fn voters_before(&self) -> &[ServerId] {
-        match self.has_published.load(Ordering::Relaxed) {
-            true => &[],
-            false => &self.before,
-        }
-    }
-
-    fn ballot(&self, version: u64, removed: bool) -> Ballot {
-        let epoch = self.epoch;
-        Ballot {
+    fn ballot(&self, version: u64, removed: bool) -> Option<Ballot> {
+        let shared = self.shared.as_ref()?;
+        let epoch = shared.epoch;
+        Some(Ballot {
+            life: shared.life,
             stamp: Stamp { epoch, version },
-            holders: self.ids.clone(),
+            holders: shared.ids.clone(),
             removed,
-        }
+        })
     }
+}
+
+/// Returns what servers remember of a name's writers.
+pub(crate) fn answers_of(asked: &[Asked]) -> Vec<Answer> {
+    asked.iter().map(|(_, it)| it.vote.clone()).collect()
 }

@@ -2,6 +2,8 @@
 //! and come back.
 
 use super::*;
+use farpage_fabric::sim::RequestFault;
+
 use crate::{NamesError, Redundancy};
 
 const PAGES: u64 = 40;
@@ -17,15 +19,23 @@ fn without(servers: &[Arc<SimServer>], at: usize) -> Vec<Arc<SimServer>> {
     others.map(|(_, server)| server.clone()).collect()
 }
 
-fn copied(cluster: &Arc<Cluster>, replace: bool) -> Arc<PageStore> {
-    let options = RemoteOptions {
+fn copies(replace: bool) -> RemoteOptions {
+    RemoteOptions {
         codec: Some(Codec::Raw),
         reserve: Reserve::OnDemand,
         redundancy: Some(Redundancy::Copies(2)),
         name: Some(NAME.to_owned()),
         replace,
         ..RemoteOptions::default()
-    };
+    }
+}
+
+fn create(cluster: &Arc<Cluster>) -> Result<Arc<PageStore>, CreateError> {
+    PageStore::remote(cluster, REGION, PAGES * 4096, 4096, &copies(false))
+}
+
+fn copied(cluster: &Arc<Cluster>, replace: bool) -> Arc<PageStore> {
+    let options = copies(replace);
     PageStore::remote(cluster, REGION, PAGES * 4096, 4096, &options).expect("it fits")
 }
 
@@ -238,33 +248,71 @@ fn a_region_has_one_writer() {
     assert_eq!(publish_next(&servers, 3), 2);
 }
 
+/// Returns true if an error says that too few holders of the name answer.
+fn lacks_holders(error: &OpenStoreError) -> bool {
+    matches!(error, OpenStoreError::Holders { .. })
+}
+
 #[test]
-fn one_of_two_servers_is_read_and_written_again_once_it_was_adopted() {
+fn one_of_two_servers_is_read_and_not_written() {
     let servers = servers();
     publish_first(&servers);
     assert_eq!(publish_next(&servers, 2), 1);
-    servers[0].cut();
-    let left = &servers[1..];
-    let error = open(&client(left)).map(drop).unwrap_err();
-    assert!(
-        matches!(
-            error,
-            OpenStoreError::Holders {
-                have: 1,
-                need: 2,
-                ..
+    for away in 0..2 {
+        servers[away].cut();
+        let left = without(&servers, away);
+        let error = open(&client(&left)).map(drop).unwrap_err();
+        assert!(
+            matches!(
+                error,
+                OpenStoreError::Holders {
+                    have: 1,
+                    need: 2,
+                    ..
+                }
+            ),
+            "{error}"
+        );
+        assert_eq!(read_version(&left), 2);
+        servers[away].heal();
+    }
+    assert_eq!(publish_next(&servers, 3), 2);
+}
+
+/// With two servers, a version that one of them has accepted may be published by the time the other
+/// one is asked. So it is not read at either of them alone before the writer says that it is.
+#[test]
+fn a_version_that_one_of_two_servers_has_is_not_read_unless_it_stays() {
+    let mut unsaid = 0;
+    for (others, at) in (0..8).flat_map(|others| [(others, 0), (others, 1)]) {
+        let servers = servers();
+        publish_first(&servers);
+        let cluster = client(&servers);
+        let store = open(&cluster).unwrap();
+        write_all(&cluster, &store, 2);
+        servers[at].fail_request(others, RequestFault::RequestLost);
+        let is_published = store.publish().is_ok();
+        servers[at].spare_requests();
+        let mut read = 1;
+        for one in &servers {
+            let cluster = client(std::slice::from_ref(one));
+            match open_to_read(&cluster) {
+                Ok(store) => {
+                    let version = version_of(&cluster, &store);
+                    assert!(version >= read, "{version} after {read}");
+                    read = version;
+                }
+                Err(error) => {
+                    assert!(lacks_holders(&error), "{error}");
+                    unsaid += 1;
+                }
             }
-        ),
-        "{error}"
-    );
-    assert!(error.to_string().contains("adopt"), "{error}");
-    assert_eq!(read_version(left), 2);
-    client(left).adopt(NAME).unwrap();
-    assert_eq!(publish_next(left, 3), 2);
-    // The other one has no say when it comes back.
-    servers[0].heal();
-    assert_eq!(publish_next(&servers, 4), 3);
-    assert_eq!(read_version(&servers), 4);
+        }
+        drop((store, cluster));
+        let found = publish_next(&servers, 3);
+        assert!(found >= read && (found == 2 || !is_published), "{found}");
+    }
+    assert!(unsaid > 0, "no server is silent about a version");
 }
 
 #[test]
@@ -273,6 +321,9 @@ fn a_removed_region_does_not_come_back_with_a_holder_that_was_away() {
     publish_first(&servers);
     servers[2].cut();
     client(&servers[..2]).remove(NAME).unwrap();
+    // The name is free once all holders have removed it.
+    let error = create(&client(&servers[..2])).map(drop).unwrap_err();
+    assert!(matches!(error, CreateError::Holders { .. }), "{error}");
     servers[2].heal();
     assert!(client(&servers[..2]).names().unwrap().is_empty());
     for some in [&servers[..], &servers[..2], &servers[1..]] {
@@ -287,15 +338,70 @@ fn a_removed_region_does_not_come_back_with_a_holder_that_was_away() {
             );
         }
     }
-    // Nothing is left once all holders have removed it.
-    client(&servers).remove(NAME).unwrap();
-    wait_until("nothing is left", || granted(&servers) == 0);
     publish_first(&servers);
     assert_eq!(read_version(&servers), 1);
     client(&servers).remove(NAME).unwrap();
     let error = client(&servers).remove(NAME).unwrap_err();
     assert!(matches!(error, NamesError::NotFound { .. }), "{error}");
     wait_until("nothing is left", || granted(&servers) == 0);
+}
+
+/// The operator takes a name off two holders of three. A region of that name that is made there
+/// since has nothing to do with what the third holder has.
+#[test]
+fn a_holder_of_another_life_of_the_name_has_no_say() {
+    let servers = three();
+    publish_first(&servers);
+    for version in 2..6 {
+        publish_next(&servers, version);
+    }
+    servers[2].cut();
+    for server in &servers[..2] {
+        server.remove_name(NAME).unwrap();
+    }
+    let mut now = vec![servers[0].clone(), servers[1].clone()];
+    now.push(SimServer::new(SimConfig::new(4)));
+    let cluster = client(&now);
+    let store = copied(&cluster, false);
+    write_all(&cluster, &store, 7);
+    store.publish().unwrap();
+    drop((store, cluster));
+    servers[2].heal();
+    assert_eq!(read_version(&now), 7);
+    assert_eq!(publish_next(&now, 8), 7);
+    // Both lives at once are an error, and nothing is completed.
+    let all = [&now[..], &servers[2..]].concat();
+    for opened in [open(&client(&all)), open_to_read(&client(&all))] {
+        let error = opened.map(drop).unwrap_err();
+        assert!(error.to_string().contains("apart"), "{error}");
+    }
+    assert!(client(&all).remove(NAME).is_err());
+    for opened in [
+        open(&client(&servers[2..])),
+        open_to_read(&client(&servers[2..])),
+    ] {
+        let error = opened.map(drop).unwrap_err();
+        assert!(lacks_holders(&error), "{error}");
+    }
+    servers[2].remove_name(NAME).unwrap();
+    assert_eq!(publish_next(&all, 9), 8);
+}
+
+#[test]
+fn names_are_listed_and_removed_while_a_server_is_dead() {
+    for dead in 0..3 {
+        let servers = three();
+        publish_first(&servers);
+        let cluster = client(&servers);
+        servers[dead].kill();
+        assert_eq!(cluster.names().unwrap().len(), 1);
+        cluster.remove(NAME).unwrap();
+        assert!(cluster.names().unwrap().is_empty());
+        let error = open(&client(&without(&servers, dead)))
+            .map(drop)
+            .unwrap_err();
+        assert!(matches!(error, OpenStoreError::NotFound { .. }), "{error}");
+    }
 }
 
 #[test]
@@ -311,19 +417,94 @@ fn a_region_replaces_another_of_its_name_at_its_first_publication() {
     for dead in 0..3 {
         assert_eq!(read_version(&without(&servers, dead)), 2);
     }
-    // One without copies as well: its name keeps its holders.
-    let cluster = client(&servers);
-    let options = RemoteOptions {
+    assert_eq!(publish_next(&servers, 3), 2);
+}
+
+#[test]
+fn a_region_is_replaced_by_one_of_its_own_kind_on_its_own_servers() {
+    let alone = |replace| RemoteOptions {
         name: Some(NAME.to_owned()),
-        replace: true,
+        replace,
         ..RemoteOptions::default()
     };
-    let store = PageStore::remote(&cluster, REGION, PAGES * 4096, 4096, &options).unwrap();
+    let servers = three();
+    let refused = |servers: &[Arc<SimServer>], options: &RemoteOptions| {
+        let cluster = client(servers);
+        let made = PageStore::remote(&cluster, REGION, PAGES * 4096, 4096, options);
+        made.map(drop).unwrap_err()
+    };
+    // 1. With copies, none replaces it that has none.
+    publish_first(&servers);
+    let error = refused(&servers, &alone(true));
+    assert!(
+        matches!(error, CreateError::OtherRedundancy { .. }),
+        "{error}"
+    );
+    // 2. Nor one with other holders.
+    let other = [&servers[..2], &[SimServer::new(SimConfig::new(4))]].concat();
+    let error = refused(&other, &copies(true));
+    assert!(matches!(error, CreateError::OtherServers { .. }), "{error}");
+    assert_eq!(publish_next(&servers, 2), 1);
+    client(&servers).remove(NAME).unwrap();
+    // 3. Without copies, none replaces it that has some.
+    let cluster = client(&servers);
+    let store = PageStore::remote(&cluster, REGION, PAGES * 4096, 4096, &alone(false)).unwrap();
     write_all(&cluster, &store, 3);
-    assert_eq!(read_version(&servers), 2);
     store.publish().unwrap();
     drop((store, cluster));
+    let error = refused(&servers, &copies(true));
+    assert!(
+        matches!(error, CreateError::OtherRedundancy { .. }),
+        "{error}"
+    );
     assert_eq!(publish_next(&servers, 4), 3);
+    // 4. It is replaced, also by a runtime that names the servers in another order.
+    let mut turned = servers.to_vec();
+    turned.rotate_left(1);
+    let cluster = client(&turned);
+    let store = PageStore::remote(&cluster, REGION, PAGES * 4096, 4096, &alone(true)).unwrap();
+    write_all(&cluster, &store, 5);
+    store.publish().unwrap();
+    drop((store, cluster));
+    assert_eq!(publish_next(&servers, 6), 5);
+}
+
+/// A reader at two of three holders reads version 1. Version 2 is accepted by one of these and by
+/// the third holder. The next writer asks the other two, and hears of the reader when it completes
+/// version 2.
+#[test]
+fn a_reader_keeps_its_version_at_a_holder_that_missed_the_next_one() {
+    let mut missed = 0;
+    for others in 0.. {
+        let servers = three();
+        publish_first(&servers);
+        let at_two = client(&servers[1..]);
+        let reader = open_to_read(&at_two).unwrap();
+        let cluster = client(&servers);
+        let store = open(&cluster).unwrap();
+        write_all(&cluster, &store, 2);
+        servers[2].fail_request(others, RequestFault::RequestLost);
+        store.publish().unwrap();
+        if servers[2].spare_requests() {
+            break;
+        }
+        drop((store, cluster));
+        let cluster = client(&without(&servers, 1));
+        let store = match open_soon(&cluster) {
+            Ok(store) => store,
+            // The second server has missed pages, too.
+            Err(OpenStoreError::ExtentMissing { .. }) => continue,
+            Err(error) => panic!("{error}"),
+        };
+        missed += 1;
+        assert_eq!(version_of(&cluster, &store), 2);
+        for version in 3..6 {
+            write_all(&cluster, &store, version);
+            store.publish().unwrap();
+            assert_eq!(version_of(&at_two, &reader), 1, "{others} before the fault");
+        }
+    }
+    assert!(missed > 0, "the third server has missed the version alone");
 }
 
 #[test]
@@ -357,6 +538,13 @@ fn readers_keep_their_version_while_holders_come_and_go() {
                     readers.swap_remove(random.random_range(0..readers.len()));
                 }
             }
+            // Another server may be away next.
+            wait_until("copies are made again", || {
+                pool(&store).under_protected_bytes() == 0
+            });
+            published += 1;
+            write_all(&cluster, &store, published);
+            store.publish().unwrap();
             servers.iter().for_each(|server| server.heal());
             for (cluster, store, version) in &readers {
                 assert_eq!(version_of(cluster, store), *version);
@@ -366,4 +554,238 @@ fn readers_keep_their_version_while_holders_come_and_go() {
         client(&servers).remove(NAME).unwrap();
         wait_until("nothing is left", || granted(&servers) == 0);
     }
+}
+
+/// What a program does with a name while one of its control requests fails.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Deed {
+    /// Publishes the first version.
+    Creates,
+    /// Publishes the second version.
+    Flushes,
+    /// Opens the region for writing.
+    Opens,
+    /// Opens the region for writing, one holder of which has the next version.
+    Completes,
+    Removes,
+}
+
+/// How a program goes on after a deed that has failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Next {
+    /// The same program does the same again.
+    Again,
+    /// Another program opens the region.
+    Reopened,
+}
+
+/// Control request that fails: the one at a server after so many others there.
+type Failing = (usize, u64, RequestFault);
+
+/// Every control request of a deed fails once: it is lost, its answer is lost, or its server is cut
+/// off with it. Then the same while a second server is cut off at any moment. The name has the
+/// version before or the new one, and keeps it.
+#[test]
+fn any_requests_that_fail_leave_the_version_before_or_the_new_one() {
+    let kinds = [
+        RequestFault::RequestLost,
+        RequestFault::AnswerLost,
+        RequestFault::Cut,
+    ];
+    for deed in [
+        Deed::Creates,
+        Deed::Flushes,
+        Deed::Opens,
+        Deed::Completes,
+        Deed::Removes,
+    ] {
+        let (mut cases, mut failures) = (0, 0);
+        let mut all_fail = |faults: &[Failing], next| {
+            let (all_fail, is_done) = does(deed, faults, next);
+            cases += u32::from(all_fail);
+            failures += u32::from(!is_done);
+            all_fail
+        };
+        for next in [Next::Again, Next::Reopened] {
+            // 1. One request fails. Holds the number of requests that each server is sent.
+            let mut requests = [0; 3];
+            for (at, kind) in (0..3).flat_map(|at| kinds.map(|kind| (at, kind))) {
+                let all = (0..).take_while(|others| all_fail(&[(at, *others, kind)], next));
+                requests[at] = all.count() as u64;
+            }
+            // 2. A second server is cut off before, meanwhile or afterwards.
+            if next == Next::Again && !matches!(deed, Deed::Creates | Deed::Flushes) {
+                continue;
+            }
+            let both = (0..3).flat_map(|at| (0..3).map(move |second| (at, second)));
+            for (at, second) in both.filter(|(at, second)| at != second) {
+                for others in 0..requests[at] {
+                    for cut in 0..requests[second] {
+                        let cut = (second, cut, RequestFault::Cut);
+                        for kind in [RequestFault::RequestLost, RequestFault::AnswerLost] {
+                            all_fail(&[(at, others, kind), cut], next);
+                        }
+                    }
+                }
+            }
+        }
+        println!("{deed:?}: {cases} cases, and {failures} that failed");
+        assert!(
+            cases > 100 && failures > 50,
+            "{deed:?}: {cases}, {failures}"
+        );
+    }
+}
+
+/// Does a deed while requests fail, and what comes next. Returns true if all these requests were
+/// sent, and true if the deed was done.
+fn does(deed: Deed, faults: &[Failing], next: Next) -> (bool, bool) {
+    let case = format!("{deed:?}: {faults:?}, then {next:?}");
+    let servers = three();
+    if deed != Deed::Creates {
+        publish_first(&servers);
+    }
+    // 1. Versions that may be found afterwards. Zero: there is no region.
+    let cluster = client(&servers);
+    let arm = || {
+        for (at, others, fault) in faults {
+            servers[*at].fail_request(*others, *fault);
+        }
+    };
+    let heal = || {
+        let spared = servers.iter().filter(|server| server.spare_requests());
+        let all_fail = spared.count() == 0;
+        servers.iter().for_each(|server| server.heal());
+        all_fail
+    };
+    let publish = |cluster: &Arc<Cluster>, store: &Arc<PageStore>, version| {
+        wait_until("it is published", || {
+            write_all(cluster, store, version);
+            store.publish().is_ok()
+        });
+    };
+    let (all_fail, is_done, possible) = match deed {
+        Deed::Creates => {
+            let store = copied(&cluster, false);
+            write_all(&cluster, &store, 1);
+            arm();
+            let result = store.publish();
+            let all_fail = heal();
+            let mut possible = vec![0, 1];
+            if next == Next::Again && result.is_err() {
+                publish(&cluster, &store, 2);
+                possible = vec![2];
+            } else if result.is_ok() {
+                possible = vec![1];
+            }
+            (all_fail, result.is_ok(), possible)
+        }
+        Deed::Flushes => {
+            let store = open(&cluster).unwrap();
+            write_all(&cluster, &store, 2);
+            arm();
+            let result = store.publish();
+            let all_fail = heal();
+            let mut possible = vec![1, 2];
+            if next == Next::Again && result.is_err() {
+                publish(&cluster, &store, 3);
+                possible = vec![3];
+            } else if result.is_ok() {
+                possible = vec![2];
+            }
+            (all_fail, result.is_ok(), possible)
+        }
+        Deed::Opens | Deed::Completes => {
+            let mut possible = vec![1];
+            if deed == Deed::Completes {
+                let before = client(&servers);
+                let store = open(&before).unwrap();
+                write_all(&before, &store, 2);
+                // The other two take the extents, and not the version.
+                servers[1].fail_request(1, RequestFault::Cut);
+                servers[2].fail_request(1, RequestFault::Cut);
+                possible = match store.publish() {
+                    Ok(()) => vec![2],
+                    Err(_) => vec![1, 2],
+                };
+                drop((store, before));
+                servers.iter().for_each(|server| {
+                    server.spare_requests();
+                    server.heal();
+                });
+            }
+            arm();
+            let result = open(&cluster);
+            let all_fail = heal();
+            let result = result.map(|store| version_of(&cluster, &store));
+            let is_done = result.is_ok();
+            let found = match result {
+                Ok(found) => Some(found),
+                Err(_) if next == Next::Again => match open(&cluster) {
+                    Ok(store) => Some(version_of(&cluster, &store)),
+                    // A server that was not told that the program lets the name go.
+                    Err(OpenStoreError::InUse { .. }) => None,
+                    Err(error) => panic!("{case}: {error}"),
+                },
+                Err(_) => None,
+            };
+            if let Some(found) = found {
+                assert!(possible.contains(&found), "{case}: {found}");
+                possible = vec![found];
+            }
+            (all_fail, is_done, possible)
+        }
+        Deed::Removes => {
+            arm();
+            let result = cluster.remove(NAME);
+            let all_fail = heal();
+            let mut possible = vec![0, 1];
+            if next == Next::Again && result.is_err() {
+                wait_until("it is removed", || {
+                    matches!(
+                        cluster.remove(NAME),
+                        Ok(()) | Err(NamesError::NotFound { .. })
+                    )
+                });
+                possible = vec![0];
+            } else if result.is_ok() {
+                possible = vec![0];
+            }
+            (all_fail, result.is_ok(), possible)
+        }
+    };
+    drop(cluster);
+    // 2. What is found stays, whichever holder is away.
+    let find = |some: &[Arc<SimServer>]| {
+        let cluster = client(some);
+        match open_soon(&cluster) {
+            Ok(store) => Some(version_of(&cluster, &store)),
+            Err(OpenStoreError::NotFound { .. }) => Some(0),
+            // The server that has missed the request has no copies of the version.
+            Err(OpenStoreError::ExtentMissing { .. }) => None,
+            Err(error) => panic!("{case}: {error}"),
+        }
+    };
+    let found = find(&servers).expect("all are there");
+    assert!(
+        possible.contains(&found),
+        "{case}: {found} is none of {possible:?}"
+    );
+    for away in 0..3 {
+        let again = find(&without(&servers, away));
+        assert!(
+            again.is_none_or(|again| again == found),
+            "{case}: {again:?} and not {found} without {away}"
+        );
+    }
+    assert_eq!(find(&servers), Some(found), "{case}");
+    if found > 0 {
+        assert_eq!(read_version(&servers), found, "{case}");
+    }
+    // 3. The name goes on.
+    match found {
+        0 => publish_first(&servers),
+        found => assert_eq!(publish_next(&servers, 9), found, "{case}"),
+    }
+    (all_fail, is_done)
 }

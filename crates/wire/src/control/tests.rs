@@ -71,6 +71,7 @@ fn every_message_has_the_bytes_of_this_version() {
         writer: 4,
     };
     let ballot = Ballot {
+        life: 6,
         stamp: Stamp { epoch, version: 2 },
         holders: vec![ServerId(8)],
         removed: false,
@@ -78,9 +79,10 @@ fn every_message_has_the_bytes_of_this_version() {
     let register = Register {
         promised: epoch,
         accepted: Some(ballot.clone()),
+        is_chosen: true,
     };
     let vote = (ServerId(8), register);
-    let vote_bytes = [8, 3, 4, 1, 3, 4, 2, 1, 8, 0];
+    let vote_bytes = [8, 3, 4, 1, 6, 3, 4, 2, 1, 8, 0, 1];
     let requests = [
         (
             Request::Begin {
@@ -116,7 +118,7 @@ fn every_message_has_the_bytes_of_this_version() {
                 ballot: Some(ballot.clone()),
                 keeps: true,
             },
-            vec![6, 1, b'n', 1, 9, 1, 5, 1, 3, 4, 2, 1, 8, 0, 1],
+            vec![6, 1, b'n', 1, 9, 1, 5, 1, 6, 3, 4, 2, 1, 8, 0, 1],
         ),
         (
             Request::Open {
@@ -363,7 +365,13 @@ fn every_message_has_the_bytes_of_this_version() {
             vec![9, 0xac, 2, 1, 3, 2],
         ),
         (Response::Later, vec![10]),
-        (Response::Claimed(vote), [&[11][..], &vote_bytes].concat()),
+        (
+            Response::Claimed {
+                vote,
+                is_bound: true,
+            },
+            [&[11][..], &vote_bytes, &[1]].concat(),
+        ),
         (
             Response::Bound {
                 versions,

@@ -3,7 +3,10 @@
 use std::{io, thread};
 
 use farpage_fabric::host::Proposal;
-use farpage_wire::{Durability, ExtentRange, Persistence, ServerId, register::Register};
+use farpage_wire::{
+    Durability, ExtentRange, Persistence, ServerId,
+    register::{Ballot, Epoch, Register, Stamp},
+};
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 
@@ -89,7 +92,7 @@ fn an_extent_that_two_names_claim_stays_until_both_are_removed() {
     let writer = Writer::create(&state, "a");
     let memory = &writer.extents[0];
     let claim = Binding {
-        server: ServerId(1),
+        server: Some(ServerId(1)),
         version: 9,
         origin: HERE,
         manifest: Vec::new(),
@@ -386,4 +389,85 @@ fn what_a_part_replaces_is_there_until_the_region_is_bound() {
     assert_eq!(state.ledger.lock().extents.len(), extents.len());
     assert!(!keeps_more(&state, new.session, &extents));
     state.check();
+}
+
+#[test]
+fn a_directory_of_the_format_before_is_taken_over() {
+    let folder = CutFolder::default();
+    let state = start(&folder, Persistence::AtOnce).unwrap();
+    publish_once(&state, "a");
+    drop(state);
+    let mut now = Vec::new();
+    folder.tamper("format", |bytes| {
+        now.clone_from(bytes);
+        let digit = bytes.iter().rposition(u8::is_ascii_digit).unwrap();
+        bytes[digit] = b'1';
+    });
+    let state = start(&folder.reopen(), Persistence::AtOnce).unwrap();
+    assert!(Writer::open(&state, "a").unwrap().is_whole());
+    folder.tamper("format", |bytes| assert_eq!(*bytes, now));
+}
+
+#[test]
+fn what_was_promised_and_accepted_outlives_a_start() {
+    let epoch = |counter| Epoch { counter, writer: 1 };
+    let ballot = |life, counter| Ballot {
+        life,
+        stamp: Stamp {
+            epoch: epoch(counter),
+            version: 1,
+        },
+        holders: vec![ServerId(1), ServerId(2)],
+        removed: false,
+    };
+    let bind = |state: &State, session, ballot, keeps| {
+        let proposal = Proposal {
+            manifest: vec![1],
+            extents: &[],
+            ballot,
+            keeps,
+        };
+        state.bind(session, "a", proposal).map(drop)
+    };
+    let folder = CutFolder::default();
+    let state = start(&folder, Persistence::AtOnce).unwrap();
+    let session = client(&state, Transport::Tcp);
+    let (id, _) = state.claim(session, "a", false).unwrap().vote;
+    bind(&state, session, Some(ballot(3, 1)), true).unwrap();
+    state.promise(session, "a", epoch(5)).unwrap();
+    // The promise lasts longer than the version that it was made with.
+    bind(&state, session, Some(ballot(3, 5)), true).unwrap();
+    state.promise(session, "a", epoch(7)).unwrap();
+    let check = |state: &State, session| {
+        let outdated = Err(Refusal::Outdated);
+        assert_eq!(state.promise(session, "a", epoch(6)), outdated);
+        assert_eq!(bind(state, session, Some(ballot(3, 6)), true), outdated);
+        let other = bind(state, session, Some(ballot(4, 8)), true);
+        assert_eq!(other, Err(Refusal::OtherRegion));
+        assert_eq!(bind(state, session, None, false), Err(Refusal::Shared));
+        let removed = state.remove(Asker::Session(session), "a", None);
+        assert_eq!(removed, Err(Refusal::Shared));
+    };
+    check(&state, session);
+    drop(state);
+    let state = start(&folder.reopen(), Persistence::AtOnce).unwrap();
+    let session = client(&state, Transport::Tcp);
+    let claimed = state.claim(session, "a", true).unwrap();
+    assert!(claimed.is_bound);
+    let (same, register) = claimed.vote;
+    assert_eq!(same, id);
+    assert_eq!(register.promised, epoch(7));
+    assert_eq!(register.accepted, Some(ballot(3, 5)));
+    check(&state, session);
+    // A region that one server holds does not become one of several.
+    let mut alone = Writer::create(&state, "b");
+    alone.publish(&state, &mut random()).unwrap();
+    let proposal = Proposal {
+        manifest: vec![1],
+        extents: &[],
+        ballot: Some(ballot(3, 1)),
+        keeps: true,
+    };
+    let refused = state.bind(alone.session, "b", proposal).map(drop);
+    assert_eq!(refused, Err(Refusal::OtherRegion));
 }
