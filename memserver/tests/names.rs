@@ -204,7 +204,7 @@ fn a_key_file_that_is_no_file_is_refused_and_holds_nobody_up() {
         let session = connect_as(endpoint, key_file);
         let same = session.clone();
         let (say, said) = std::sync::mpsc::channel();
-        thread::spawn(move || say.send(same.claim("x", false)));
+        thread::spawn(move || say.send(same.claim("x", false).map(drop)));
         let claimed = said.recv_timeout(PATIENCE);
         let error = claimed.expect("an answer").unwrap_err().to_string();
         let what = format!("{} is no key file", key_file.display());

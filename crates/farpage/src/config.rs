@@ -147,8 +147,8 @@ impl Builder {
     }
 
     /// Sets how pages of remote regions outlive the death of servers: copies on several servers, or
-    /// parity. Regions may set their own. Regions with a [name](crate::RegionOptions::name) have one
-    /// copy of each page where this default is parity.
+    /// parity. Regions may set their own. Regions with a [name](crate::RegionOptions::name) have
+    /// one copy of each page where this default is parity.
     ///
     /// `FARPAGE_REDUNDANCY` (`none`, `copies=2` to `copies=4`, `parity=2+1` to `parity=8+2`).
     /// Default: none, one server.

@@ -1,7 +1,7 @@
 //! Named arrays with copies on servers that are real processes, killed and started again.
 //!
-//! The rule it keeps: a program that opens the name finds the last flushed version, or an error that
-//! says which servers are missing, and never an older version.
+//! The rule it keeps: a program that opens the name finds the last flushed version, or an error
+//! that says which servers are missing, and never an older version.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests panic")]
 

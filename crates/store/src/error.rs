@@ -281,8 +281,8 @@ pub enum CreateError {
         /// The name.
         name: String,
     },
-    /// Too few of the servers that hold the name of a region with copies answer, of the region to be
-    /// replaced, or of one that was removed while some of them were away.
+    /// Too few of the servers that hold the name of a region with copies answer, of the region to
+    /// be replaced, or of one that was removed while some of them were away.
     #[error(
         "region `{name}` cannot be created: {have} of the servers that hold its name agree, and {need} are needed ({reason}): create it when they answer, or under another name; if they are gone for good, remove the name on each of the others (`farpage-memserver remove`)"
     )]
@@ -567,6 +567,14 @@ pub enum OpenStoreError {
         name: String,
         /// The mismatch.
         detail: String,
+    },
+    /// Servers have regions of the name that were created apart from each other.
+    #[error(
+        "several servers have regions named `{name}`, which were created apart from each other: open one with its own servers alone"
+    )]
+    Rivals {
+        /// The name.
+        name: String,
     },
     /// The manifest refers to an extent that the server no longer has.
     #[error("region `{name}` is damaged: {endpoint} no longer has extent {extent}")]

@@ -27,6 +27,7 @@ mod io_queue;
 mod mover;
 mod named;
 mod names;
+mod on_disk;
 mod options;
 mod page;
 mod parity;
@@ -45,6 +46,7 @@ mod snapshots;
 mod stats;
 #[cfg(test)]
 mod tests;
+mod turn;
 
 pub use adds::AddServerError;
 pub use blocking::{BlockingOptions, Store};

@@ -15,7 +15,7 @@ use farpage_signals::Mutex;
 
 use crate::{
     Cluster, CreateError, MixedServersError, Redundancy,
-    named::{Asked, Turn, Undecided, answers_of},
+    turn::{Asked, Turn, Undecided, answers_of},
 };
 
 farpage_wire::debug_as_display!(NamesError);
@@ -117,8 +117,8 @@ impl Claim {
             asked = take()?;
             last = last_of(&asked)?;
         }
-        // 2. A region that is replaced keeps its holders. Its last version stays until the first one
-        //    of the new region is published.
+        // 2. A region that is replaced keeps its holders. Its last version stays until the first
+        //    one of the new region is published.
         let other = |has_copies| CreateError::OtherRedundancy {
             name: name(),
             has_copies,
@@ -155,8 +155,8 @@ impl Claim {
         }
     }
 
-    /// Holds the name on all servers that are `wanted` until [`let_go`](Self::let_go), also on those
-    /// without pages of the region. Returns their answers.
+    /// Holds the name on all servers that are `wanted` until [`let_go`](Self::let_go), also on
+    /// those without pages of the region. Returns their answers.
     pub(crate) fn take(
         &self,
         replace: bool,

@@ -31,12 +31,12 @@ pub(crate) type PackedPlaces = Arc<[u64]>;
 /// Versions that a server has told, and the server's number in the pool.
 pub(crate) type ToldVersions = (u8, Versions);
 
-/// What a server says of a name's readers when the name is opened for writing.
+/// Answer of a server about a name's readers, when the name is opened for writing.
 pub(crate) struct OpenedReaders {
     /// The server's number in the pool.
     pub(crate) server: u8,
-    /// The server's number of the opened version, before the version was accepted again. `None`: the
-    /// server had another version, so that it is not known which slots are read there.
+    /// The server's number of the opened version, before the version was accepted again. `None`:
+    /// the server had another version, so that it is not known which slots are read there.
     pub(crate) opened: Option<u64>,
     /// The versions, after that.
     pub(crate) told: Versions,

@@ -24,12 +24,13 @@ use crate::{
     cluster::PoolKey,
     codec::{self, Chooser, Scheme},
     entry::{PageEntry, PageTable},
-    named::{OnDisk, Turn},
     names::Claim,
+    on_disk::OnDisk,
     place::{SlotPlace, SlotSpan},
     pool::{Growth, PoolReservation, Purpose, SlotPool},
     publications::{Publications, map_bytes},
     readers::ReaderSlots,
+    turn::Turn,
 };
 
 /// The pages of one region. Dropping it frees its remote memory, except what was published under a

@@ -117,7 +117,7 @@ pub enum Request {
         extents: Vec<ExtentId>,
         /// Number of the binding, and its holders. `None`: the binding is this server's alone, or
         /// with `keeps` and a binding that has a number, stays as it is.
-        ballot: Option<Ballot>,
+        ballot: Option<Box<Ballot>>,
         /// True if what the version before has stays with the name until the next `Publish`: other
         /// servers have not bound the name to this version yet.
         keeps: bool,

@@ -8,8 +8,8 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct ExtentId(pub u64);
 
-/// A server's identity, drawn by chance. A server that has lost its names is another one, also where
-/// it has the same address.
+/// A server's identity, drawn by chance. A server that has lost its names is another one, also
+/// where it has the same address.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
 )]

@@ -4,8 +4,9 @@
 //! A name's binding is a replicated register: *holders* accept bindings, each with a [`Stamp`]. A
 //! writer first has a majority of the holders promise to accept nothing older than its epoch, takes
 //! the newest binding that any of them has accepted, and has a majority accept that binding again
-//! under its own epoch. Only then does the writer change anything. This is Multi-Paxos with a stable
-//! leader (Lamport, "Paxos Made Simple", 2001): opening is phase 1, a publication is phase 2.
+//! under its own epoch. Only then does the writer change anything. This is Multi-Paxos with a
+//! stable leader (Lamport, "Paxos Made Simple", 2001): opening is phase 1, a publication is phase
+//! 2.
 //!
 //! The holders of a name never change while it lives. Its *life* begins with a tombstone that all
 //! holders accept, and ends when all holders have accepted a tombstone and forget the name. So a

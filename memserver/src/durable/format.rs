@@ -38,7 +38,7 @@ pub(crate) struct Binding {
     pub(crate) origin: Origin,
     pub(crate) manifest: Vec<u8>,
     pub(crate) extents: Vec<BoundExtent>,
-    /// What writers were promised, and the version's ballot.
+    /// Promise to writers, and the version's ballot.
     pub(crate) register: Register,
 }
 
@@ -195,7 +195,7 @@ mod tests {
         assert_eq!(FORMAT, 2);
         assert_eq!(
             XxHash3_128::oneshot(&file),
-            0x4a3f7dddc1d777390b313ae08ad09679
+            0xfc44228a8c044ce917d2d95ca28ff2e9
         );
         let name = name_file(OWNER, "squares");
         let hash = "6db0ac558152e08324cc53f0dcd2e5ac";

@@ -108,8 +108,8 @@ impl State {
         written.map(|()| true).map_err(Refusal::Invalid)
     }
 
-    /// Promises to accept no binding from a writer before `epoch`, of a name that the session holds.
-    /// The promise lasts as long as the binding: it is on the disk with it.
+    /// Promises to accept no binding from a writer before `epoch`, of a name that the session
+    /// holds. The promise lasts as long as the binding: it is on the disk with it.
     pub(super) fn promise_name(
         &self,
         session: SessionId,

@@ -43,7 +43,7 @@ pub(super) struct VersionRecord {
     pub(super) manifest: Arc<Vec<u8>>,
     /// Origin that is charged for the manifest.
     pub(super) origin: Origin,
-    /// This server, and what it remembers of the version's writer.
+    /// Identity of this server, and its memory of the version's writer.
     pub(super) vote: Answer,
     /// Number of views of a reading.
     pub(super) extents: usize,

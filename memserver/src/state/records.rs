@@ -112,7 +112,7 @@ pub(super) struct NameRecord {
     pub(super) extents: Vec<ExtentId>,
     /// Number of the bound version; 0 while the name is only claimed.
     pub(super) version: u64,
-    /// What writers were promised, and the ballot of the bound version.
+    /// Promise to writers, and the ballot of the bound version.
     pub(super) register: Register,
     pub(super) holder: Option<SessionId>,
     /// True if the holder keeps the name even without leasing any of its extents.

@@ -355,13 +355,13 @@ pub(crate) fn answer(
             keeps,
         } => check_name(&name)
             .and_then(|()| check_manifest(&manifest))
-            .and_then(|()| check_ballot(ballot.as_ref()))
+            .and_then(|()| check_ballot(ballot.as_deref()))
             .and_then(|()| {
                 let extents = &extents;
                 let proposal = Proposal {
                     manifest,
                     extents,
-                    ballot,
+                    ballot: ballot.map(|ballot| *ballot),
                     keeps,
                 };
                 host.bind(session, &name, proposal)

@@ -398,8 +398,8 @@ impl Session {
     }
 
     /// Holds a name for this session, so that no other publishes it first. With `replace` the name
-    /// may be bound already; its binding stays until this session publishes. Returns what the server
-    /// remembers of the name's writers.
+    /// may be bound already; its binding stays until this session publishes. Returns what the
+    /// server remembers of the name's writers.
     ///
     /// # Errors
     /// [`PublishError::Exists`] when the name is bound and `replace` is false,
@@ -415,8 +415,8 @@ impl Session {
         }
     }
 
-    /// Has the server promise to accept no binding of a name that this session holds from a writer
-    /// before `epoch`.
+    /// Makes the server promise to accept no binding of a name that this session holds from a
+    /// writer before `epoch`.
     ///
     /// # Errors
     /// [`PublishError::Outdated`] when the server has promised itself to a later writer.
@@ -479,7 +479,7 @@ impl Session {
             name: name.to_owned(),
             manifest: proposal.manifest,
             extents: proposal.extents.to_vec(),
-            ballot: proposal.ballot,
+            ballot: proposal.ballot.map(Box::new),
             keeps: proposal.keeps,
         };
         match self.bind("publish", name, request)? {

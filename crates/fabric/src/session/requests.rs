@@ -57,8 +57,8 @@ pub(crate) fn gives(request: &Request) -> bool {
 }
 
 /// True if sending the request twice has the effect of sending it once. A repeated `Publish`,
-/// `Promise` or `Claim` meets this client's own binding, promise or claim. Requests that give memory are
-/// numbered.
+/// `Promise` or `Claim` meets this client's own binding, promise or claim. Requests that give
+/// memory are numbered.
 pub(super) fn may_repeat(request: &Request) -> bool {
     gives(request)
         || matches!(

@@ -3,9 +3,10 @@
 //! The rule it keeps: **until the last step of a publication, the previous one is whole.** The map
 //! goes to blocks of its own, slots that the published map refers to are not reused before the next
 //! publication has succeeded (`publications.rs`), and the name is bound last, on the servers that
-//! hold it: the region's first, or all of a region with copies (`turn.rs`). A process that dies on
-//! the way leaves what was published before. If some holders had the new binding by then, the next
-//! writer finds either of the two, and makes it the only one before it changes anything.
+//! hold it: the region's first, or all of a region with copies ([`turn`](crate::turn)). A process
+//! that dies on the way leaves what was published before. If some holders had the new binding by
+//! then, the next writer finds either of the two, and makes it the only one before it changes
+//! anything.
 //!
 //! The map is the entries of all pages, four little-endian words each, and zeros up to a whole
 //! granule. It is cut into pieces of [`PIECE_BYTES`](crate::publications::PIECE_BYTES), each with
@@ -19,10 +20,3 @@ mod manifest;
 mod open;
 mod persist;
 mod publish;
-mod turn;
-
-use self::publish::may_have_happened;
-pub(crate) use self::{
-    persist::OnDisk,
-    turn::{Asked, Turn, Undecided, answers_of},
-};

@@ -13,9 +13,7 @@ use farpage_fabric::{
 
 use super::{
     manifest::{BoundServer, Manifest, RegionManifest, extents_of, places_of, span_of, words_of},
-    persist::OnDisk,
     publish::Places,
-    turn::{Turn, Undecided, answers_of},
 };
 use crate::{
     Cluster, OpenStoreError, PageIndex, PageStore, PublishStoreError, Redundancy,
@@ -23,12 +21,14 @@ use crate::{
     entry::{PageEntry, PageTable},
     mover::{MoveError, Mover},
     names::{Claim, check_disks},
+    on_disk::OnDisk,
     place::SlotSpan,
     pool::{PoolReservation, Purpose, SlotPool},
     publications::{PIECE_BYTES, Publications, map_bytes},
     readers::{OpenedReaders, ReaderSlots, ToldVersions},
     remote::{Backing, RemoteStore, check_page_bytes, reserved_bytes},
     roster::SERVERS_MAX,
+    turn::{Turn, Undecided, answers_of},
 };
 
 /// Number of attempts to read the version of a region on several servers while it is published.
@@ -86,10 +86,12 @@ impl PageStore {
             });
             match opened {
                 Ok(opened) => break opened,
-                // Another server was asked before the version was published.
-                Err(OpenStoreError::ExtentMissing { .. } | OpenStoreError::Holders { .. })
-                    if cluster.sessions().len() > 1 && tries < READ_TRIES =>
-                {
+                // Another server was asked before the version was published, or the name used anew.
+                Err(
+                    OpenStoreError::ExtentMissing { .. }
+                    | OpenStoreError::Holders { .. }
+                    | OpenStoreError::Rivals { .. },
+                ) if cluster.sessions().len() > 1 && tries < READ_TRIES => {
                     thread::sleep(tries * READ_PAUSE);
                 }
                 Err(error) => return Err(error),
@@ -316,8 +318,8 @@ impl OpenedExtents {
         self.0.iter().map(|it| it.answer.clone()).collect()
     }
 
-    /// Finds the region of a binding, or without one, that of a name which one server holds. Returns
-    /// a server that has the manifest, too.
+    /// Finds the region of a binding, or without one, that of a name which one server holds.
+    /// Returns a server that has the manifest, too.
     fn region(
         &self,
         name: &str,
@@ -794,10 +796,9 @@ fn not_found(name: &str) -> OpenStoreError {
 }
 
 fn rivals(name: &str) -> OpenStoreError {
-    damaged(
-        name,
-        "several servers have regions of that name, which were created apart from each other: open it with the servers of one alone",
-    )
+    OpenStoreError::Rivals {
+        name: name.to_owned(),
+    }
 }
 
 fn unusable(name: &str, why: Unusable, silent: &Silent, note: &'static str) -> OpenStoreError {

@@ -6,18 +6,18 @@
 //! server sees to that.
 
 use std::{
-    collections::{BTreeMap, HashSet},
+    collections::BTreeMap,
     sync::Arc,
     time::{Duration, Instant},
 };
 
-use farpage_fabric::{ControlError, ExtentId, ExtentRange, Persistence, Session, log::later};
-use farpage_signals::Mutex;
+use farpage_fabric::{ControlError, ExtentRange, Persistence, Session, log::later};
 
 use crate::{
     PublishStoreError,
     groups::{ExtentGroup, Member},
     names::check_disks,
+    on_disk::OnDisk,
     place::{SlotPlace, SlotSpan, slot_bytes},
     pool::SlotPool,
 };
@@ -28,11 +28,6 @@ const REQUEST_BYTES: u64 = 16 << 20;
 const REQUEST_RANGES: usize = 512;
 /// The longest wait for a publication before, which a server writes after its answer.
 const LAST_WRITTEN: Duration = Duration::from_secs(600);
-
-/// Copies that their servers' disks have, as far as published maps refer to them: the number of the
-/// server, and the extent.
-#[derive(Default)]
-pub(crate) struct OnDisk(Mutex<HashSet<(u8, ExtentId)>>);
 
 /// Slots that a map refers to, and that some disk lacks.
 pub(super) struct Additions<'a> {
@@ -51,26 +46,6 @@ struct Row {
     is_new: bool,
 }
 
-impl OnDisk {
-    /// Makes the list of a region that was opened: what its manifest names is on the disks.
-    pub(super) fn of(pool: &SlotPool) -> Self {
-        Self(Mutex::new(good_copies(pool).collect()))
-    }
-
-    fn has(&self, copy: (u8, ExtentId)) -> bool {
-        self.0.lock().contains(&copy)
-    }
-}
-
-/// Returns the copies that are complete in the servers' memory.
-fn good_copies(pool: &SlotPool) -> impl Iterator<Item = (u8, ExtentId)> {
-    let groups = pool.groups.all().into_iter().flatten();
-    groups.flat_map(|group| {
-        let good = group.good().map(|(_, member)| (member.server, member.id));
-        good.collect::<Vec<_>>()
-    })
-}
-
 impl<'a> Additions<'a> {
     /// Makes an empty list, for the servers of `pool`, whose members are
     /// [fixed](SlotPool::fix_members).
@@ -83,7 +58,7 @@ impl<'a> Additions<'a> {
             is_kept,
             any_lacks: is_kept
                 && pool.has_copies()
-                && good_copies(pool).any(|copy| !on_disk.has(copy)),
+                && pool.good_copies().any(|copy| !on_disk.has(copy)),
             rows: Vec::new(),
         }
     }
@@ -174,8 +149,8 @@ impl<'a> Additions<'a> {
                 }
             }
         }
-        let copies = good_copies(pool).filter(|(server, _)| takers.contains(server));
-        *self.on_disk.0.lock() = copies.collect();
+        let copies = pool.good_copies();
+        (self.on_disk).note(copies.filter(|(server, _)| takers.contains(server)));
         Ok(())
     }
 }
@@ -238,6 +213,8 @@ fn ask(
 
 #[cfg(test)]
 mod tests {
+    use farpage_fabric::ExtentId;
+
     use super::*;
 
     const MIB: u64 = 1 << 20;

@@ -1,11 +1,11 @@
 //! [`PageStore::publish`]: writes a region's page map to remote memory and binds its name to it.
 //!
-//! The rule it keeps: until the name is bound, the previous publication is whole on all servers. The
-//! name is bound once a majority of its holders has accepted the binding.
+//! The rule it keeps: until the name is bound, the previous publication is whole on all servers.
+//! The name is bound once a majority of its holders has accepted the binding.
 
 use std::{collections::HashSet, sync::Arc};
 
-use farpage_fabric::{ControlError, ExtentId, PublishError, Session, host::Proposal, log::later};
+use farpage_fabric::{ExtentId, Session, host::Proposal, log::later};
 
 use super::{
     manifest::{
@@ -13,7 +13,6 @@ use super::{
         places_of, span_of, words_of,
     },
     persist::Additions,
-    turn::{Turn, Undecided},
 };
 use crate::{
     PageStore, PublishStoreError,
@@ -26,6 +25,7 @@ use crate::{
     publications::{Ended, PIECE_BYTES, map_bytes},
     readers::ToldVersions,
     remote::{Backing, RemoteStore},
+    turn::{Turn, Undecided, may_have_happened},
 };
 
 impl PageStore {
@@ -260,8 +260,8 @@ impl<'a> Places<'a> {
         }
     }
 
-    /// Has the holders keep the extents of this version beside those of the one before, so that the
-    /// version is whole wherever it is accepted. Servers that do not answer have no part in it.
+    /// Makes the holders keep the extents of this version beside those of the one before, so that
+    /// the version is whole wherever it is accepted. Servers that do not answer have no part in it.
     ///
     /// # Errors
     /// Too few holders answer; before the first version, any of them does not. The name keeps its
@@ -351,7 +351,7 @@ impl<'a> Places<'a> {
         };
         let lacks = |index: &&u32| {
             let group = manifest.groups.get(**index as usize);
-            !group.is_some_and(|it| it.as_ref().is_some_and(|it| !it.members.is_empty()))
+            group.is_none_or(|it| it.as_ref().is_none_or(|it| it.members.is_empty()))
         };
         if let Some(index) = used.iter().find(lacks) {
             return Err(NotBound {
@@ -454,46 +454,5 @@ impl Undecided {
             },
         };
         NotBound { error, is_unknown }
-    }
-}
-
-/// True if the name may be bound despite the error. A request whose connection broke is sent again
-/// on the next connection, where proving the user's key may fail.
-pub(crate) fn may_have_happened(error: &PublishError) -> bool {
-    matches!(
-        error,
-        PublishError::Control(ControlError::Disconnected { .. } | ControlError::Key { .. })
-    )
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn only_an_answer_says_that_nothing_was_published() {
-        let (endpoint, name) = ("tcp://a:1".to_owned(), "x".to_owned());
-        let (attempt, reason) = ("publish".to_owned(), "because".to_owned());
-        let said = |source: PublishError| may_have_happened(&source);
-        let refused = ControlError::Refused {
-            endpoint: endpoint.clone(),
-            attempt: attempt.clone(),
-            reason: reason.clone(),
-        };
-        let disconnected = ControlError::Disconnected {
-            endpoint: endpoint.clone(),
-            attempt: attempt.clone(),
-            reason: reason.clone(),
-        };
-        let key = ControlError::Key {
-            endpoint: endpoint.clone(),
-            attempt,
-            reason,
-        };
-        assert!(!said(PublishError::InUse { endpoint, name }));
-        assert!(!said(refused.into()));
-        assert!(!said(PublishError::NotAsked(disconnected.clone())));
-        assert!(said(disconnected.into()));
-        assert!(said(key.into()));
     }
 }

@@ -189,6 +189,15 @@ impl SlotPool {
         groups.collect()
     }
 
+    /// Returns the copies that are complete in the servers' memory: server and extent of each.
+    pub(crate) fn good_copies(&self) -> impl Iterator<Item = (u8, ExtentId)> {
+        let groups = self.groups.all().into_iter().flatten();
+        groups.flat_map(|group| {
+            let good = group.good().map(|(_, member)| (member.server, member.id));
+            good.collect::<Vec<_>>()
+        })
+    }
+
     /// Adds a group whose members were opened, and returns its index. Some copies may be missing.
     pub(crate) fn add_opened(
         &self,

@@ -43,8 +43,8 @@ fn open(cluster: &Arc<Cluster>) -> Result<Arc<PageStore>, OpenStoreError> {
     PageStore::open(cluster, REGION, NAME)
 }
 
-/// Opens the region once a client that was dropped has let go of it, whose repairs may run still, and
-/// once no answer is lost any more.
+/// Opens the region once a client that was dropped has let go of it, whose repairs may run still,
+/// and once no answer is lost any more.
 fn open_soon(cluster: &Arc<Cluster>) -> Result<Arc<PageStore>, OpenStoreError> {
     let mut opened = None;
     wait_until("the region is free", || {
@@ -279,8 +279,8 @@ fn one_of_two_servers_is_read_and_not_written() {
     assert_eq!(publish_next(&servers, 3), 2);
 }
 
-/// With two servers, a version that one of them has accepted may be published by the time the other
-/// one is asked. So it is not read at either of them alone before the writer says that it is.
+/// Reads at one of two servers. A version that one of them has accepted may be published by the
+/// time the other one is asked. So neither gives it to readers before the writer says that it is.
 #[test]
 fn a_version_that_one_of_two_servers_has_is_not_read_unless_it_stays() {
     let mut unsaid = 0;
@@ -556,7 +556,7 @@ fn readers_keep_their_version_while_holders_come_and_go() {
     }
 }
 
-/// What a program does with a name while one of its control requests fails.
+/// Deed of a program at a name while control requests fail.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Deed {
     /// Publishes the first version.
@@ -570,10 +570,10 @@ enum Deed {
     Removes,
 }
 
-/// How a program goes on after a deed that has failed.
+/// Continuation after a deed that has failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Next {
-    /// The same program does the same again.
+    /// Repetition of the deed by the same program.
     Again,
     /// Another program opens the region.
     Reopened,

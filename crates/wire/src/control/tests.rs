@@ -115,7 +115,7 @@ fn every_message_has_the_bytes_of_this_version() {
                 name: name.clone(),
                 manifest: manifest.clone(),
                 extents: vec![id],
-                ballot: Some(ballot.clone()),
+                ballot: Some(Box::new(ballot.clone())),
                 keeps: true,
             },
             vec![6, 1, b'n', 1, 9, 1, 5, 1, 6, 3, 4, 2, 1, 8, 0, 1],

@@ -1,8 +1,8 @@
 //! [`Turn`]: a writer's turn at a name, and the servers that hold the name meanwhile.
 //!
-//! The rule it keeps: the [register](farpage_fabric::register) decides. A binding that a majority of
-//! the holders has not accepted may be the name's or not, until the next one is published. What a
-//! binding says is left to [`publish`](super::publish) and [`open`](super::open).
+//! The rule it keeps: the [register](farpage_fabric::register) decides. A binding that a majority
+//! of the holders has not accepted may be the name's or not, until the next one is published. What
+//! a binding says is left to [`named`](crate::named).
 
 use std::{
     collections::HashMap,
@@ -14,7 +14,7 @@ use std::{
 };
 
 use farpage_fabric::{
-    ExtentId, PublishError, ServerId, Session,
+    ControlError, ExtentId, PublishError, ServerId, Session,
     host::{Bound, ClaimedName, Proposal},
     log::later,
     register::{self, Answer, Ballot, Epoch, Stamp},
@@ -93,8 +93,8 @@ impl Turn {
     }
 
     /// Begins a turn at the name of a region with copies, which this client has claimed at the
-    /// servers `asked`. `last` is the binding that the turn goes on from. Without one, a new life of
-    /// the name begins, and all servers that were asked hold the name.
+    /// servers `asked`. `last` is the binding that the turn goes on from. Without one, a new life
+    /// of the name begins, and all servers that were asked hold the name.
     ///
     /// # Errors
     /// A majority of the holders does not promise to follow this writer. Holds the first reason.
@@ -213,9 +213,9 @@ impl Turn {
         Ok(accepted)
     }
 
-    /// Has the holders that are `wanted` accept a binding. `part` makes the manifest and the extents
-    /// of each. What holders keep of earlier bindings stays until it is [settled](Self::settle).
-    /// Returns the answers once the binding is published.
+    /// Makes the holders that are `wanted` accept a binding. `part` makes the manifest and the
+    /// extents of each. What holders keep of earlier bindings stays until it is
+    /// [settled](Self::settle). Returns the answers once the binding is published.
     ///
     /// # Errors
     /// [`Undecided`]
@@ -327,7 +327,7 @@ impl Turn {
                         // Also after a refusal: it may be on the disk, and be found by the next
                         // start.
                         Some(_) => !matches!(error, PublishError::NotAsked(_)),
-                        None => super::may_have_happened(&error) && !session.has_outlived_server(),
+                        None => may_have_happened(&error) && !session.has_outlived_server(),
                     };
                     first.get_or_insert(error);
                 }
@@ -336,7 +336,7 @@ impl Turn {
         (accepted, first, is_unknown)
     }
 
-    /// Has a majority of the holders promise to follow this writer.
+    /// Makes a majority of the holders promise to follow this writer.
     fn promise(&self) -> Result<(), Undecided> {
         let Some(shared) = &self.shared else {
             return Ok(());
@@ -375,4 +375,45 @@ impl Turn {
 /// Returns what servers remember of a name's writers.
 pub(crate) fn answers_of(asked: &[Asked]) -> Vec<Answer> {
     asked.iter().map(|(_, it)| it.vote.clone()).collect()
+}
+
+/// True if the name may be bound despite the error. A request whose connection broke is sent again
+/// on the next connection, where proving the user's key may fail.
+pub(crate) fn may_have_happened(error: &PublishError) -> bool {
+    matches!(
+        error,
+        PublishError::Control(ControlError::Disconnected { .. } | ControlError::Key { .. })
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_an_answer_says_that_nothing_was_published() {
+        let (endpoint, name) = ("tcp://a:1".to_owned(), "x".to_owned());
+        let (attempt, reason) = ("publish".to_owned(), "because".to_owned());
+        let said = |source: PublishError| may_have_happened(&source);
+        let refused = ControlError::Refused {
+            endpoint: endpoint.clone(),
+            attempt: attempt.clone(),
+            reason: reason.clone(),
+        };
+        let disconnected = ControlError::Disconnected {
+            endpoint: endpoint.clone(),
+            attempt: attempt.clone(),
+            reason: reason.clone(),
+        };
+        let key = ControlError::Key {
+            endpoint: endpoint.clone(),
+            attempt,
+            reason,
+        };
+        assert!(!said(PublishError::InUse { endpoint, name }));
+        assert!(!said(refused.into()));
+        assert!(!said(PublishError::NotAsked(disconnected.clone())));
+        assert!(said(disconnected.into()));
+        assert!(said(key.into()));
+    }
 }
