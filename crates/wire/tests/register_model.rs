@@ -192,8 +192,8 @@ impl World {
         self.is_before(value, self.floor)
     }
 
-    /// True if `new` loses nothing of `old`. A name that is removed once more is as before: a writer
-    /// that has heard of a tombstone may bury a name that all holders have forgotten since.
+    /// True if `new` loses nothing of `old`. A name that is removed once more is as before: a
+    /// writer that has heard of a tombstone may bury a name that all holders have forgotten since.
     fn follows(&self, old: Value, new: Value) -> bool {
         let are_removed = [old, new].iter().all(|it| self.removed & 1 << it != 0);
         are_removed || self.is_before(old, new)
