@@ -4,11 +4,9 @@
 //! its descriptor is a number of one table. The rule: RDMA is used only on the first user's table.
 //! Other tables are refused before they use a device.
 
-use std::{
-    io,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
-};
+use std::{io, sync::Arc};
 
+use farpage_signals::Mutex;
 use farpage_tables::Table;
 use farpage_wire::Endpoint;
 
@@ -17,12 +15,21 @@ enum Home {
     Programs,
     /// Kept for good, as the devices are.
     Private(Arc<Table>),
+    /// Table of the process that this one was forked from. No device is opened a second time.
+    Parents,
 }
 
 static HOME: Mutex<Option<Home>> = Mutex::new(None);
 
-fn home() -> MutexGuard<'static, Option<Home>> {
-    HOME.lock().unwrap_or_else(PoisonError::into_inner)
+/// Begins a child made by `fork`. The devices are its parent's, if it may have any.
+///
+/// # Safety
+/// The calling thread is the only one of this process, and outside of this module.
+pub(crate) unsafe fn begin_child() {
+    if !HOME.try_lock().is_some_and(|home| home.is_none()) {
+        // SAFETY: the caller's promise.
+        unsafe { HOME.renew(Some(Home::Parents)) };
+    }
 }
 
 /// Returns the table for sessions of which one may go over RDMA: `new`'s, unless this process has
@@ -31,10 +38,11 @@ fn home() -> MutexGuard<'static, Option<Home>> {
 /// # Errors
 /// The errors of `new` and of [`Table::programs`].
 pub(crate) fn choose(new: impl FnOnce() -> io::Result<Arc<Table>>) -> io::Result<Arc<Table>> {
-    let mut home = home();
+    let mut home = HOME.lock();
     match &*home {
         Some(Home::Programs) => Table::programs(),
         Some(Home::Private(table)) => Ok(table.clone()),
+        Some(Home::Parents) => new(),
         None => {
             let table = new()?;
             *home = Some(match table.is_private() {
@@ -49,7 +57,7 @@ pub(crate) fn choose(new: impl FnOnce() -> io::Result<Arc<Table>>) -> io::Result
 /// Returns the table on which a session at `endpoint` is to begin, if the calling thread works on
 /// another one.
 pub(crate) fn elsewhere(endpoint: &Endpoint) -> Option<Arc<Table>> {
-    match &*home() {
+    match &*HOME.lock() {
         Some(Home::Private(table)) if may_be_rdma(endpoint) && !table.is_here() => {
             Some(table.clone())
         }
@@ -64,7 +72,13 @@ pub(crate) fn elsewhere(endpoint: &Endpoint) -> Option<Arc<Table>> {
 #[cfg(feature = "rdma")]
 pub(crate) fn enter() -> Result<(), String> {
     let here = Table::current().filter(|table| table.is_private());
-    let mut home = home();
+    let mut home = HOME.lock();
+    if matches!(*home, Some(Home::Parents)) {
+        return Err(
+            "the process that has made this one by fork has opened the RDMA devices: reach the server by tcp, or start this process by exec"
+                .to_owned(),
+        );
+    }
     let is_here = match (&*home, &here) {
         (None, _) | (Some(Home::Programs), None) => true,
         (Some(Home::Private(home)), Some(here)) => Arc::ptr_eq(home, here),
@@ -86,4 +100,37 @@ pub(crate) fn enter() -> Result<(), String> {
 /// True if a session at `endpoint` may go over RDMA.
 pub(crate) fn may_be_rdma(endpoint: &Endpoint) -> bool {
     matches!(endpoint, Endpoint::Rdma { .. } | Endpoint::Auto { .. })
+}
+
+#[cfg(test)]
+mod tests {
+    use farpage_testkit::passes_in_child;
+
+    use super::*;
+
+    #[test]
+    fn a_child_made_while_a_home_is_chosen_chooses_its_own_tables() {
+        let passes = choose_and(|| {
+            passes_in_child(|| {
+                // SAFETY: the only thread, and the lock is its parent's.
+                unsafe { begin_child() };
+                let table = Table::programs().expect("threads start");
+                let chosen = choose(|| Ok(table.clone()));
+                elsewhere(&"auto://localhost:1".parse().expect("an endpoint")).is_none()
+                    && chosen.is_ok_and(|chosen| Arc::ptr_eq(&chosen, &table))
+            })
+        });
+        assert!(passes);
+    }
+
+    /// Returns the result of `work` while a table is being chosen.
+    fn choose_and(work: impl FnOnce() -> bool) -> bool {
+        let mut done = false;
+        let table = choose(|| {
+            done = work();
+            Table::private()
+        });
+        assert!(table.is_ok_and(|table| table.is_private()));
+        done
+    }
 }

@@ -49,3 +49,16 @@ pub use link::Link;
 pub use options::{RdmaOptions, SessionOptions};
 pub use session::{Extent, Line, Named, Reading, Session, Visit};
 pub use since::Since;
+
+/// Begins a child made by `fork`, which may make sessions of its own. Those of its parent are not
+/// its: a thread that only the parent has may just have used their records.
+///
+/// # Safety
+/// The calling thread is the only one of this process, and outside of this crate.
+pub unsafe fn begin_child() {
+    // SAFETY: the caller's promise.
+    unsafe {
+        home::begin_child();
+        session::begin_child();
+    }
+}

@@ -173,7 +173,31 @@ impl Arena {
         self.take(bytes, align, Fit::Shortest)
     }
 
+    /// Allocates as [`allocate`](Self::allocate) does. The program has no access until it
+    /// [begins](Self::begin_use) to use the allocation, or parts of it: addresses without memory
+    /// take nothing of the budget.
+    ///
+    /// # Errors
+    /// See [`ArenaError`].
+    ///
+    /// # Panics
+    /// If `align` is no power of two.
+    #[doc(hidden)]
+    pub fn allocate_idle(&self, bytes: usize, align: usize) -> Result<NonNull<u8>, ArenaError> {
+        self.take_for(bytes, align, Fit::Shortest, true)
+    }
+
     fn take(&self, bytes: usize, align: usize, fit: Fit) -> Result<NonNull<u8>, ArenaError> {
+        self.take_for(bytes, align, fit, false)
+    }
+
+    fn take_for(
+        &self,
+        bytes: usize,
+        align: usize,
+        fit: Fit,
+        is_idle: bool,
+    ) -> Result<NonNull<u8>, ArenaError> {
         assert!(align.is_power_of_two(), "an alignment of {align}");
         if self.region.is_parents() {
             return Err(ArenaError::Forked);
@@ -185,8 +209,12 @@ impl Arena {
         let mut ranges = self.ranges();
         loop {
             if let Some(first) = ranges.take(pages, fit, aligned) {
-                let mut ranges = self.admit(ranges, first, pages)?;
-                return Ok(self.allocated(&mut ranges, first, pages));
+                if !is_idle {
+                    ranges = self.admit(ranges, first, pages)?;
+                }
+                let made = self.allocated(&mut ranges, first, pages);
+                ranges.set_idle(&(first..first + pages), is_idle);
+                return Ok(made);
             }
             let Some((first, pages)) = ranges.kept.pop() else {
                 return Err(self.full(&ranges, bytes));
@@ -239,11 +267,13 @@ impl Arena {
         let mut ranges = self.ranges();
         let pages = ranges.allocated.remove(&first);
         let pages = pages.unwrap_or_else(|| panic!("no allocation begins at {allocation:p}"));
-        ranges.allocated_pages -= pages;
+        let has_idle = !ranges.idle(&(first..first + pages)).is_empty();
+        ranges.forget(first..first + pages);
         let (mut outcome, mut freed) = (Ok(()), Some((first, pages)));
         // Memory that the kernel may still read must not be written by a next owner.
         let bytes = first * self.page_bytes..(first + pages) * self.page_bytes;
-        if self.region.is_zero_copy(bytes) {
+        // Memory without access is not for a next owner, and does not count.
+        if has_idle || self.region.is_zero_copy(bytes) {
             return self.free_under(ranges, first..first + pages);
         }
         while let Some((first, pages)) = ranges.kept.put(freed.take()) {
@@ -280,8 +310,10 @@ impl Arena {
             };
         }
         ranges.allocated.insert(first, pages);
-        ranges.allocated_pages = ranges.allocated_pages - before + pages;
-        if pages < before {
+        if pages >= before {
+            ranges.allocated_pages += pages - before;
+        } else {
+            ranges.forget(first + pages..first + before);
             self.free_under(ranges, first + pages..first + before)?;
         }
         Ok(true)
@@ -399,10 +431,8 @@ impl Arena {
                 return false;
             }
             if ranges.take_inside(pages.clone()) {
-                let Ok(mut ranges) = self.admit(ranges, pages.start, pages.len()) else {
-                    return false;
-                };
                 self.allocated(&mut ranges, pages.start, pages.len());
+                ranges.set_idle(&pages, true);
                 return true;
             }
             let Some((first, count)) = ranges.kept.pop() else {
@@ -430,9 +460,10 @@ impl Arena {
     #[doc(hidden)]
     pub unsafe fn cede(&self, addresses: Range<usize>) -> Result<(), PageError> {
         let bytes = self.whole_bytes(&addresses);
-        self.begin_paging()?;
         self.note_touched();
-        self.region.mapped.with(|mapped| mapped.cede(bytes))
+        self.region.mapped.with(|mapped| mapped.cede(bytes))?;
+        self.end_use(&addresses);
+        Ok(())
     }
 
     /// Takes the allocated page at `address` out of paging as [`cede`](Self::cede) does, with its
@@ -447,7 +478,6 @@ impl Arena {
     #[doc(hidden)]
     pub fn cede_with_bytes(&self, address: usize) -> Result<(), PageError> {
         let bytes = self.whole_bytes(&(address..address + self.page_bytes));
-        self.begin_paging()?;
         let mapped = &self.region.mapped;
         mapped.with(|mapped| mapped.cede_with_bytes(bytes.start))
     }
@@ -464,8 +494,11 @@ impl Arena {
     /// Nobody uses what is mapped there.
     #[doc(hidden)]
     pub unsafe fn regain(&self, addresses: Range<usize>) -> Result<(), PageError> {
+        let pages = self.whole_pages(&addresses);
         let bytes = self.whole_bytes(&addresses);
-        self.region.mapped.with(|mapped| mapped.regain(bytes))
+        self.region.mapped.with(|mapped| mapped.regain(bytes))?;
+        self.ranges().set_idle(&pages, false);
+        Ok(())
     }
 
     /// Frees the pages that lie wholly in `addresses`, whichever allocations they belong to, as

@@ -10,7 +10,7 @@ use std::{
     ops::Range,
 };
 
-use crate::kept::Kept;
+use crate::{kept::Kept, ranges};
 
 /// Free and allocated page numbers of the arena.
 #[derive(Default)]
@@ -22,6 +22,9 @@ pub(crate) struct Ranges {
     /// First page and number of pages of each allocation.
     pub(crate) allocated: BTreeMap<usize, usize>,
     pub(crate) allocated_pages: usize,
+    /// True for allocated pages that need no memory: without access so far, or ceded.
+    idle: ranges::Ranges<bool>,
+    idle_pages: usize,
     /// Freed ranges that could not be discarded yet.
     pub(crate) stuck: Vec<Range<usize>>,
     /// Freed allocations that are not discarded, and neither free nor allocated.
@@ -125,10 +128,43 @@ impl Ranges {
             if end < first + len {
                 self.allocated.insert(end, first + len - end);
             }
-            self.allocated_pages -= end - start;
+            self.forget(start..end);
             cut.push(start..end);
         }
         cut
+    }
+
+    /// Counts pages out that are no allocation's any more.
+    pub(crate) fn forget(&mut self, pages: Range<usize>) {
+        self.allocated_pages -= pages.len();
+        self.set_idle(&pages, false);
+    }
+
+    /// Returns the number of allocated pages that may need memory.
+    pub(crate) fn used_pages(&self) -> usize {
+        self.allocated_pages - self.idle_pages
+    }
+
+    /// Returns the ranges of allocated pages that may need memory, ascending.
+    pub(crate) fn used(&self) -> impl Iterator<Item = Range<usize>> {
+        let allocated = self.allocated.iter();
+        allocated.flat_map(|(&first, &pages)| {
+            let is_used = |is_idle: bool| !is_idle;
+            self.idle.those(&(first..first + pages), is_used)
+        })
+    }
+
+    /// Returns the parts of allocated `pages` that need no memory.
+    pub(crate) fn idle(&self, pages: &Range<usize>) -> Vec<Range<usize>> {
+        self.idle.those(pages, |is_idle| is_idle)
+    }
+
+    /// Notes whether allocated `pages` need no memory.
+    pub(crate) fn set_idle(&mut self, pages: &Range<usize>, is_idle: bool) {
+        let before = self.idle(pages).iter().map(Range::len).sum::<usize>();
+        let now = if is_idle { pages.len() } else { 0 };
+        self.idle.change(pages, |fact| *fact = is_idle);
+        self.idle_pages = self.idle_pages - before + now;
     }
 
     fn insert(&mut self, pages: Range<usize>) {

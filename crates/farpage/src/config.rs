@@ -1,23 +1,18 @@
 //! [`Builder`]: the set-up of a runtime.
 
-use std::{
-    env,
-    fmt::Display,
-    path::{Path, PathBuf},
-    str::FromStr,
-    sync::Arc,
-    time::Duration,
-};
+use std::{env, fmt::Display, path::PathBuf, str::FromStr, sync::Arc, time::Duration};
 
 use bytesize::ByteSize;
-use farpage_fabric::{Allowance, Link, Session, SessionOptions};
-use farpage_pager::{Pager, PagerOptions, StartError};
-use farpage_store::{Cluster, ClusterOptions, Codec, Redundancy};
-use farpage_tables::{Held, Table};
-use farpage_vm::{KernelSpace, KernelSpaceOptions, Transfer};
+use farpage_fabric::{Allowance, Link, SessionOptions};
+use farpage_pager::PagerOptions;
+use farpage_store::{Codec, Redundancy};
+use farpage_vm::{KernelSpaceOptions, Transfer};
 use farpage_wire::{Endpoint, UnitError, check_environment, is_known, parse_size, parse_time};
 
-use crate::{BuildError, FaultMode, RegionOptions, Runtime};
+use crate::{
+    BuildError, FaultMode, RegionOptions, Runtime,
+    setup::{Setup, client_name},
+};
 
 /// Upper bound of deadlines, a year: longer ones overflow the clock.
 const DEADLINE_MAX: Duration = Duration::from_secs(365 * 24 * 3600);
@@ -238,6 +233,12 @@ impl Builder {
     /// # Errors
     /// See [`BuildError`].
     pub fn build(self) -> Result<Runtime, BuildError> {
+        let setup = self.setup()?;
+        Ok(Runtime::new(setup.start()?, setup))
+    }
+
+    /// Completes the options by variables and defaults.
+    fn setup(self) -> Result<Setup, BuildError> {
         check_environment().map_err(|error| BuildError::Option(error.to_string()))?;
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let (shards, _) = workers(self.fillers, "FARPAGE_FILLERS", cores)?;
@@ -299,7 +300,7 @@ impl Builder {
         let codec = remote.codec.unwrap_or_default();
         (codec.check()).map_err(|error| BuildError::Option(error.to_string()))?;
 
-        let space_options = KernelSpaceOptions {
+        let space = KernelSpaceOptions {
             shards,
             frame_bytes_max: budget as usize,
             transfer: self.transfer,
@@ -316,40 +317,13 @@ impl Builder {
         let servers: Vec<Endpoint> = (servers(self.servers).iter())
             .map(|server| server.parse())
             .collect::<Result<_, _>>()?;
-        // In-thread faults, and stores that workers call, need the program's table.
-        let new = || match in_thread || servers.is_empty() {
-            true => Table::programs(),
-            false => Table::private(),
-        };
-        let table = match Table::current() {
-            Some(table) => Ok(table),
-            None => Session::table_for(&servers, new),
-        };
-        let table = table.map_err(StartError::Os)?;
-        if in_thread && table.is_private() {
-            return Err(BuildError::Option(
-                "faults cannot be served by the program's threads over RDMA here, whose devices another runtime has \
-                 opened on a descriptor table of its own: build the runtime with in-thread faults first"
-                    .to_owned(),
-            ));
-        }
-        let pager = table.run(|| {
-            let space = KernelSpace::new(space_options)?;
-            let mut sessions = Vec::new();
-            for server in &servers {
-                sessions.push(Session::connect(server, &session)?);
-            }
-            let cluster = Cluster::new(
-                sessions,
-                ClusterOptions {
-                    deadline,
-                    ..ClusterOptions::default()
-                },
-            );
-            let pager = Pager::start(Arc::new(space), cluster, &pager_options)?;
-            Ok::<_, BuildError>(Held::new(pager))
-        })?;
-        Ok(Runtime::new(pager, regions, session))
+        Ok(Setup {
+            servers,
+            session,
+            space,
+            pager: pager_options,
+            regions,
+        })
     }
 }
 
@@ -446,17 +420,6 @@ fn workers(
         return Ok((set(None, variable)?.unwrap_or(0), false));
     }
     Ok(given.map_or((cores.clamp(1, 4), true), |workers| (workers, false)))
-}
-
-/// Returns the name of this program for the servers' logs.
-fn client_name() -> String {
-    let program = env::args_os().next().unwrap_or_default();
-    let program = Path::new(&program)
-        .file_name()
-        .unwrap_or_default()
-        .to_string_lossy()
-        .into_owned();
-    format!("{program}[{}]", std::process::id())
 }
 
 #[cfg(test)]

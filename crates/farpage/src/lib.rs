@@ -121,6 +121,7 @@ mod ordinary_time;
 mod ranges;
 mod region;
 mod runtime;
+mod setup;
 mod stats;
 
 pub use arena::{Arena, ArenaError, ArenaHold};

@@ -1,11 +1,12 @@
-//! Arenas that are ordinary memory until more is allocated than the budget.
+//! Arenas that are ordinary memory until more is used than the budget.
 //!
-//! While all that is allocated fits the budget, the kernel makes pages as for any memory of the
-//! program. The allocation that exceeds the budget puts the arena under paging before it returns.
+//! While all that is used fits the budget, the kernel makes pages as for any memory of the program.
+//! The allocation that exceeds the budget puts the arena under paging before it returns. So does
+//! access to allocated pages that had none.
 //!
-//! The rule: allocated and kept pages are within the budget as long as the arena is ordinary. So
-//! pages are freed under the lock on the record then: no other allocation gets room before they are
-//! gone. Nobody waits for the end of a fork under that lock, which the thread that forks takes.
+//! The rule: used and kept pages are within the budget as long as the arena is ordinary. So pages
+//! are freed under the lock on the record then: no other allocation gets room before they are gone.
+//! Nobody waits for the end of a fork under that lock, which the thread that forks takes.
 
 use std::{ops::Range, slice, time::Instant};
 
@@ -16,8 +17,8 @@ use farpage_vm::sigbus::on_stock_stack;
 use crate::{Arena, ArenaError, Region, RegionOptions, arena_pages::Ranges, ordinary_time::Begun};
 
 impl RegionOptions {
-    /// Makes an arena ordinary memory, which the budget does not count, until more is allocated
-    /// than the budget. Of no use for a region that is no arena's.
+    /// Makes an arena ordinary memory, which the budget does not count, until more is used than the
+    /// budget. Of no use for a region that is no arena's.
     #[doc(hidden)]
     pub fn ordinary(mut self) -> Self {
         self.paging.ordinary = true;
@@ -100,6 +101,42 @@ impl Arena {
         self.beside().iter().map(|region| region.len()).sum()
     }
 
+    /// Counts allocated pages of which a byte is in `addresses` as used, before the program gets
+    /// access to them. Ordinary memory comes under paging beyond the budget.
+    ///
+    /// # Errors
+    /// As [`begin_paging`](Self::begin_paging). The pages are as before.
+    #[doc(hidden)]
+    pub fn begin_use(&self, addresses: &Range<usize>) -> Result<(), PageError> {
+        let base = self.addresses().start;
+        let pages = (addresses.start - base) / self.page_bytes
+            ..(addresses.end - base).div_ceil(self.page_bytes);
+        let ranges = self.ranges();
+        let more = ranges.idle(&pages).iter().map(Range::len).sum();
+        if more > 0 {
+            self.room_for(ranges, more)?.set_idle(&pages, false);
+        }
+        Ok(())
+    }
+
+    /// Counts the allocated pages that lie wholly in `addresses` as not used: they hold nothing,
+    /// and the program has no access, or they are ceded.
+    #[doc(hidden)]
+    pub fn end_use(&self, addresses: &Range<usize>) {
+        let base = self.addresses().start;
+        let pages = (addresses.start - base).div_ceil(self.page_bytes)
+            ..(addresses.end - base) / self.page_bytes;
+        if !pages.is_empty() {
+            self.ranges().set_idle(&pages, true);
+        }
+    }
+
+    /// Returns the bytes of allocated pages that are used: to which the program has access.
+    #[doc(hidden)]
+    pub fn used_bytes(&self) -> usize {
+        self.ranges().used_pages() * self.page_bytes
+    }
+
     /// Makes the arena ordinary memory up to `bytes` only. To be called before the budget becomes
     /// smaller, and after it has become larger.
     ///
@@ -156,7 +193,7 @@ impl Arena {
     ) -> Result<MutexGuard<'a, Ranges>, PageError> {
         let most = self.ordinary.most_bytes() / self.page_bytes;
         let more = more + self.beside_bytes().div_ceil(self.page_bytes);
-        while self.is_ordinary() && ranges.allocated_pages + ranges.kept.pages() + more > most {
+        while self.is_ordinary() && ranges.used_pages() + ranges.kept.pages() + more > most {
             let Some((first, pages)) = ranges.kept.pop() else {
                 return self.begin_under(ranges);
             };
@@ -178,18 +215,18 @@ impl Arena {
         let since = Instant::now();
         let mapped = &self.region.mapped;
         loop {
-            let used = self.used(&ranges);
+            let (used, idle) = (self.used(&ranges), self.idle(&ranges));
             // The calling thread's stack, if it is a coroutine's, may be a part of the arena.
             if on_stock_stack(|| {
                 for region in self.beside() {
                     let all = 0..region.len();
                     let begun =
-                        |mapped: &MappedRegion<_>| mapped.begin_paging(slice::from_ref(&all));
+                        |mapped: &MappedRegion<_>| mapped.begin_paging(slice::from_ref(&all), &[]);
                     if !region.mapped.with(begun)? {
                         return Ok(false);
                     }
                 }
-                mapped.with(|mapped| mapped.begin_paging(&used))
+                mapped.with(|mapped| mapped.begin_paging(&used, &idle))
             })? {
                 break;
             }
@@ -198,7 +235,7 @@ impl Arena {
             ranges = self.ranges();
         }
         self.ordinary.note(Begun {
-            allocated_bytes: ranges.allocated_pages * self.page_bytes,
+            used_bytes: ranges.used_pages() * self.page_bytes,
             took: since.elapsed(),
         });
         Ok(ranges)
@@ -210,7 +247,7 @@ impl Arena {
         ranges: &mut Ranges,
         pages: Range<usize>,
     ) -> Option<Result<(), PageError>> {
-        let bytes = pages.start * self.page_bytes..pages.end * self.page_bytes;
+        let bytes = self.bytes_of(pages.clone());
         let discarded = (self.region.mapped).with(|mapped| mapped.discard_ordinary(bytes))?;
         Some(match discarded {
             Ok(_) => {
@@ -225,10 +262,20 @@ impl Arena {
         })
     }
 
+    /// Returns the bytes of allocated pages that are not used, ascending: they hold nothing, unless
+    /// the program has got access to them by calls that are not seen, or has something else there.
+    fn idle(&self, ranges: &Ranges) -> Vec<Range<usize>> {
+        let idle = ranges.idle(&(0..self.region.len() / self.page_bytes));
+        idle.into_iter().map(|pages| self.bytes_of(pages)).collect()
+    }
+
+    fn bytes_of(&self, pages: Range<usize>) -> Range<usize> {
+        pages.start * self.page_bytes..pages.end * self.page_bytes
+    }
+
     /// Returns the bytes that may hold anything but zeros, in whole pages, ascending.
     fn used(&self, ranges: &Ranges) -> Vec<Range<usize>> {
-        let allocated = ranges.allocated.iter();
-        let allocated = allocated.map(|(&first, &pages)| first..first + pages);
+        let allocated = ranges.used();
         let kept = ranges.kept.ranges();
         let mut used: Vec<_> = allocated.chain(kept).chain(ranges.stuck.clone()).collect();
         used.sort_unstable_by_key(|pages| pages.start);
@@ -239,8 +286,6 @@ impl Arena {
             }
             continues
         });
-        let bytes =
-            |pages: Range<usize>| pages.start * self.page_bytes..pages.end * self.page_bytes;
-        used.into_iter().map(bytes).collect()
+        used.into_iter().map(|pages| self.bytes_of(pages)).collect()
     }
 }

@@ -25,8 +25,8 @@ pub(crate) struct OrdinaryTime {
 #[doc(hidden)]
 #[derive(Clone, Copy, Debug)]
 pub struct Begun {
-    /// Bytes that were allocated then.
-    pub allocated_bytes: usize,
+    /// Bytes of allocated pages that were used then.
+    pub used_bytes: usize,
     /// Time that it took. Allocations waited meanwhile.
     pub took: Duration,
 }

@@ -13,20 +13,21 @@ use std::{
 
 use bytemuck::Pod;
 use bytesize::ByteSize;
-use farpage_fabric::SessionOptions;
 use farpage_pager::Pager;
 use farpage_signals::SignalGuard;
 use farpage_store::{
     BlockingOptions, DrainReport, Element, ElementType, Elements, Layout, PageStore,
 };
 use farpage_tables::Held;
-use farpage_vm::KernelSpace;
+use farpage_vm::{KernelSpace, sigbus::keep_stack};
 use farpage_wire::{Endpoint, control::check_name};
 
 use crate::{
-    Arena, CreateError, NamedRegion, OpenError, Region, RegionOptions, RemoteArray, Session, Stats,
+    Arena, BuildError, CreateError, NamedRegion, OpenError, Region, RegionOptions, RemoteArray,
+    Session, Stats,
     error::{AddServerError, DrainError, NamesError},
     fork,
+    setup::Setup,
 };
 
 /// Connections to memory servers, and the threads that move pages between them and regions. Clones
@@ -34,12 +35,9 @@ use crate::{
 #[derive(Clone, Debug)]
 pub struct Runtime {
     pager: Held<Arc<Pager<KernelSpace>>>,
-    /// Options of regions that do not set their own.
-    defaults: Arc<RegionOptions>,
     /// Number of regions without a name that were created.
     unnamed: Arc<AtomicU64>,
-    /// Options of sessions at servers that are added.
-    session: Arc<SessionOptions>,
+    setup: Arc<Setup>,
 }
 
 /// Access for which a named region is opened.
@@ -50,18 +48,26 @@ enum Opening {
 }
 
 impl Runtime {
-    pub(crate) fn new(
-        pager: Held<Arc<Pager<KernelSpace>>>,
-        defaults: RegionOptions,
-        session: SessionOptions,
-    ) -> Runtime {
+    pub(crate) fn new(pager: Held<Arc<Pager<KernelSpace>>>, setup: Setup) -> Runtime {
         fork::attend(&pager);
         Runtime {
             pager,
-            defaults: Arc::new(defaults),
             unnamed: Arc::default(),
-            session: Arc::new(session),
+            setup: Arc::new(setup),
         }
+    }
+
+    /// Builds a runtime with the options of this one, which a parent has: for memory that a child
+    /// made by `fork` gets by itself. Filler threads serve its faults, whoever serves the parent's:
+    /// they need no descriptors in the program's table, where other threads of the child may make
+    /// some meanwhile. See [`Builder::starts_late`](crate::Builder::starts_late).
+    ///
+    /// # Errors
+    /// See [`BuildError`].
+    #[doc(hidden)]
+    pub fn of_child(&self, starts_late: bool) -> Result<Runtime, BuildError> {
+        let setup = self.setup.for_child(starts_late);
+        Ok(Runtime::new(setup.start()?, setup))
     }
 
     /// Creates an array of `len` zeroed elements on the memory servers.
@@ -262,7 +268,7 @@ impl Runtime {
         }
         let label = self.label(&options, bytes as u64, layout.elements.as_ref());
         options.remote.layout = layout;
-        options.take_defaults(&self.defaults);
+        options.take_defaults(&self.setup.regions);
         let page_bytes = (options.page_bytes).unwrap_or_else(|| default_page_bytes(bytes));
         let read_only = options.paging.read_only;
         let mapped = self.pager.with(|pager| {
@@ -325,13 +331,18 @@ impl Runtime {
                 && options.shape.len() <= 1,
             "an arena has no name, no store of its own and no shape, and is not read-only"
         );
-        let page_bytes = (options.page_bytes.or(self.defaults.page_bytes))
+        let page_bytes = (options.page_bytes.or(self.setup.regions.page_bytes))
             .unwrap_or_else(|| default_page_bytes(capacity_bytes));
         let whole = capacity_bytes.max(1).checked_next_multiple_of(page_bytes);
         let bytes = whole.ok_or(CreateError::TooLarge {
             len: capacity_bytes,
             element_bytes: 1,
         })?;
+        if options.paging.ordinary {
+            // Paging begins on such a stack, also when all mappings are used up. What cannot be
+            // mapped now is missing below, too.
+            let _ = keep_stack();
+        }
         let region = self.region_with(bytes, options)?;
         Ok(Arena::new(region))
     }
@@ -391,7 +402,7 @@ impl Runtime {
         let reads = opening == Opening::Read;
         let mut options = RegionOptions::new();
         options.paging.read_only = reads;
-        options.take_defaults(&self.defaults);
+        options.take_defaults(&self.setup.regions);
         let pages = pages.get().clone();
         let mapped = self.pager.with(|pager| {
             let mapped = pager.map(pages, options.paging);
@@ -439,7 +450,7 @@ impl Runtime {
         let endpoint: Endpoint = server.parse()?;
         let _signals = SignalGuard::new();
         self.pager.with(|pager| {
-            let connect = || Session::connect(&endpoint, &self.session);
+            let connect = || Session::connect(&endpoint, &self.setup.session);
             pager.cluster().add_server(&endpoint, connect)?;
             pager.meet_servers();
             Ok(())

@@ -1,7 +1,7 @@
 //! Processes made by `fork` have private copies of all regions.
 //!
-//! The rule it keeps: a child does nothing but read and write arrays, make system calls, and end.
-//! Other threads of the parent may hold any lock at the fork.
+//! The rule it keeps: a child does nothing but read and write arrays, make system calls, build a
+//! runtime of its own, and end. Other threads of the parent may hold any lock at the fork.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests panic")]
 
@@ -23,7 +23,7 @@ use common::{
     },
     over_fabrics,
 };
-use farpage::{Advice, Codec, FaultMode, RegionOptions, RemoteArray, Runtime};
+use farpage::{Advice, Codec, CreateError, FaultMode, RegionOptions, RemoteArray, Runtime};
 use farpage_testkit::{KIB, MIB, Relay, Rng, say, seed, wait_until};
 use nix::{
     sys::{
@@ -385,6 +385,69 @@ fn a_child_that_locks_its_memory_lives_on() {
         });
         must_pass(child);
     });
+}
+
+/// The arrays of a child's own runtime are apart from its copies of its parent's. The copy of its
+/// parent's runtime makes no more arrays.
+#[test]
+fn a_child_builds_a_runtime_of_its_own_beside_what_it_has_inherited() {
+    let Some(_watchdog) = begin(120) else { return };
+    let words = 4 * MIB / 8;
+    each(words, RegionOptions::new, |runtime, mut array| {
+        fill(&mut array, 1);
+        must_pass(start(|| {
+            let refused = runtime.array::<u64>(words);
+            if !matches!(refused, Err(CreateError::Forked)) {
+                return 2;
+            }
+            let own = match runtime.of_child(false) {
+                Ok(own) => own,
+                Err(error) => {
+                    // Devices are opened once.
+                    let is_right = error
+                        .to_string()
+                        .contains("by fork has opened the RDMA devices");
+                    return if is_right && fabrics().contains(&Fabric::Rdma) {
+                        0
+                    } else {
+                        4
+                    };
+                }
+            };
+            let mut more = own.array::<u64>(words).unwrap();
+            fill(&mut more, 2);
+            let is_right = || wrong(&array, 1) == 0 && wrong(&more, 2) == 0;
+            let status = holds_here_and_in_own_child(is_right);
+            fill(&mut array, 3);
+            if wrong(&array, 3) > 0 || wrong(&more, 2) > 0 {
+                return 3;
+            }
+            drop(more);
+            drop(own);
+            status
+        }));
+        assert_eq!(wrong(&array, 1), 0);
+    });
+}
+
+#[test]
+fn a_child_builds_a_runtime_in_any_mode_whatever_its_parent_has() {
+    let Some(_watchdog) = begin(120) else { return };
+    let words = 4 * MIB / 8;
+    let memory = Memory::start(Fabric::Tcp, 256 * MIB);
+    let builder = |mode| memory.builder(MIB, PAGE).fault_mode(mode);
+    for (parents, childs) in MODES.iter().flat_map(|mode| MODES.map(|own| (*mode, own))) {
+        let runtime = builder(parents).build().unwrap();
+        let mut array = runtime.array::<u64>(words).unwrap();
+        fill(&mut array, 1);
+        must_pass(start(|| {
+            let own = builder(childs).build().unwrap();
+            let mut more = own.array::<u64>(words).unwrap();
+            fill(&mut more, 2);
+            i32::from(wrong(&array, 1) > 0 || wrong(&more, 2) > 0)
+        }));
+        assert_eq!(wrong(&array, 1), 0);
+    }
 }
 
 /// The runtime does not see a raw call. The child has nothing at the addresses of the array, also

@@ -163,7 +163,7 @@ fn bytes_are_right_when_paging_begins_under_eight_threads() {
         assert!(stats.evictions > 0, "{stats:?}");
         assert!(stats.peak_resident_bytes <= BUDGET as u64, "{stats:?}");
         let begun = arena.begun().unwrap();
-        assert_eq!(begun.allocated_bytes, FITS);
+        assert_eq!(begun.used_bytes, FITS);
         assert!(arena.touched_peak_bytes() >= FITS);
     }
 }
@@ -405,9 +405,9 @@ fn smaller_budget_than_what_is_allocated_begins_paging() {
     });
 }
 
-/// Pins and cessions are of pages under paging.
+/// Pins are of pages under paging.
 #[test]
-fn pins_and_ceded_pages_put_the_arena_under_paging() {
+fn pins_put_the_arena_under_paging() {
     let Some(_watchdog) = begin(60) else { return };
     for mode in MODES {
         let memory = Memory::start(Fabric::Shm, 384 * MIB);
@@ -421,18 +421,101 @@ fn pins_and_ceded_pages_put_the_arena_under_paging() {
         (pinned.region()).advise(.., Advice::DontNeed).unwrap();
         assert_eq!(present(&(block..block + MIB)), MIB / KERNEL_PAGE);
         check(block..block + MIB, every_fourth);
-        let ceded = arena(&runtime);
-        let block = allocate(&ceded, MIB);
-        fill(block..block + MIB, |_| true);
-        ceded.cede_with_bytes(block).unwrap();
-        // SAFETY: there are no references.
-        unsafe { ceded.cede(block + 64 * KIB..block + 128 * KIB) }.unwrap();
-        check(block..block + 64 * KIB, |_| true);
-        check(block + 128 * KIB..block + MIB, |_| true);
-        // SAFETY: nobody uses what is there.
-        unsafe { ceded.regain(block..block + 128 * KIB) }.unwrap();
-        check(block..block + 128 * KIB, |_| false);
     }
+}
+
+/// Maps shared memory over ceded addresses.
+fn share(addresses: &Range<usize>) {
+    let flags = libc::MAP_SHARED | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
+    let access = libc::PROT_READ | libc::PROT_WRITE;
+    // SAFETY: ceded addresses of the test's own.
+    let made = unsafe {
+        let start = addresses.start as *mut libc::c_void;
+        libc::mmap(start, addresses.len(), access, flags, -1, 0)
+    };
+    assert_eq!(made as usize, addresses.start);
+}
+
+/// Ceded pages are the program's own before paging begins, meanwhile and afterwards.
+#[test]
+fn ceded_pages_of_ordinary_memory_are_left_alone_when_paging_begins() {
+    each_mode(|runtime, arena| {
+        let block = allocate(&arena, 2 * MIB);
+        let all = block..block + 2 * MIB;
+        fill(all.clone(), |_| true);
+        let kept = block..block + 64 * KIB;
+        let gone = kept.end..kept.end + MIB;
+        let regained = gone.end..gone.end + 64 * KIB;
+        arena.cede_with_bytes(kept.start).unwrap();
+        for ceded in [&gone, &regained] {
+            // SAFETY: there are no references.
+            unsafe { arena.cede(ceded.clone()) }.unwrap();
+        }
+        share(&gone);
+        fill(gone.clone(), every_fourth);
+        // SAFETY: nobody uses what is there.
+        unsafe { arena.regain(regained.clone()) }.unwrap();
+        check(regained.clone(), |_| false);
+        fill(regained.clone(), every_fourth);
+        assert!(arena.is_ordinary());
+        // What a page keeps beside another mapping is the program's memory.
+        assert_eq!(arena.used_bytes(), all.len() - gone.len());
+
+        let more = allocate(&arena, FITS);
+        assert!(!arena.is_ordinary());
+        fill(more..more + FITS, |_| true);
+        let rest = regained.end..all.end;
+        for _ in 0..2 {
+            check(kept.clone(), |_| true);
+            check(gone.clone(), every_fourth);
+            check(regained.clone(), every_fourth);
+            check(rest.clone(), |_| true);
+            arena.region().advise(.., Advice::DontNeed).unwrap();
+            // What is ceded never leaves.
+            assert_eq!(present(&kept), kept.len() / KERNEL_PAGE);
+            assert_eq!(present(&rest), 0);
+        }
+        for ceded in [kept, gone] {
+            // SAFETY: nobody uses what is there.
+            unsafe { arena.regain(ceded.clone()) }.unwrap();
+            check(ceded.clone(), |_| false);
+            fill(ceded, |_| true);
+        }
+        assert!(runtime.stats().pager.peak_resident_bytes <= BUDGET as u64);
+        free(&arena, block);
+        check(more..more + FITS, |_| true);
+    });
+}
+
+#[test]
+fn addresses_without_access_take_nothing_of_the_budget() {
+    each_mode(|_, arena| {
+        let block = arena.allocate_idle(64 * MIB, 1).unwrap().as_ptr() as usize;
+        assert!(arena.is_ordinary() && arena.used_bytes() == 0);
+        let used = block + MIB..block + 3 * MIB;
+        arena.begin_use(&used).unwrap();
+        // Once more is no more.
+        arena.begin_use(&(used.start + KIB..used.end)).unwrap();
+        fill(used.clone(), |_| true);
+        assert!(arena.is_ordinary() && arena.used_bytes() == used.len());
+        // SAFETY: there are no references.
+        unsafe { arena.discard(used.start + MIB..used.end) }.unwrap();
+        arena.end_use(&(used.start + MIB..used.end));
+        assert_eq!(arena.used_bytes(), MIB);
+        free(&arena, block);
+        assert_eq!(arena.used_bytes(), 0);
+        // Whatever takes their place counts.
+        let block = allocate(&arena, FITS);
+        assert_eq!(arena.used_bytes(), FITS);
+        fill(block..block + FITS, |_| true);
+        let other = arena.allocate_idle(64 * MIB, 1).unwrap().as_ptr() as usize;
+        assert!(arena.is_ordinary());
+        arena.begin_use(&(other..other + 300 * KIB)).unwrap();
+        assert!(!arena.is_ordinary());
+        fill(other..other + 300 * KIB, |_| true);
+        check(block..block + FITS, |_| true);
+        check(other..other + 300 * KIB, |_| true);
+    });
 }
 
 /// The memory of a server that has died is missed only by what is remote.

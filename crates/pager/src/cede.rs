@@ -1,8 +1,9 @@
 //! Addresses that leave paging for a while: [`MappedRegion::cede`] and [`MappedRegion::regain`].
 //!
 //! A program maps files, code or shared memory over a part of its region. The pages there are ceded
-//! first: memory of the kernel's own takes their place, and their words say `Poisoned`, as those of
-//! addresses that the program has unmapped. So no page is filled, taken out or counted there.
+//! first: memory of the kernel's own takes their place, or ordinary memory stays, and their words
+//! say `Poisoned`, as those of addresses that the program has unmapped. So no page is filled, taken
+//! out or counted there.
 //!
 //! The rule: a page is owned from the moment that its bytes are final until its addresses are
 //! ceded. A thread that touches the page meanwhile sleeps, and meets the memory that lies there
@@ -11,8 +12,9 @@
 
 use std::{io, ops::Range};
 
+use farpage_signals::SignalGuard;
 use farpage_store::{PageIndex, PageRange};
-use farpage_vm::AddressSpace;
+use farpage_vm::{AddressSpace, Cede};
 
 use crate::{
     MappedRegion, PageError,
@@ -39,9 +41,11 @@ impl<A: AddressSpace> MappedRegion<A> {
     /// If the range is no whole pages of the region, or the region is read-only, over a user's own
     /// store, or has a name.
     pub fn cede(&self, range: Range<usize>) -> Result<(), PageError> {
-        self.under_paging()?;
         let entered = self.enter()?;
         let pages = self.pages_to_cede(&range);
+        if self.cede_ordinary(&entered, pages, Cede::Barred)? {
+            return Ok(());
+        }
         let act = |rest: PageRange| {
             let together = rest.start.and_on(CEDED_TOGETHER).within(rest);
             match self.try_cede(together)? {
@@ -75,9 +79,11 @@ impl<A: AddressSpace> MappedRegion<A> {
     /// # Panics
     /// As [`cede`](Self::cede).
     pub fn cede_with_bytes(&self, offset: usize) -> Result<(), PageError> {
-        self.under_paging()?;
         let entered = self.enter()?;
         let mut pages = self.pages_to_cede(&(offset..offset + self.page_bytes()));
+        if self.cede_ordinary(&entered, pages, Cede::InPlace)? {
+            return Ok(());
+        }
         let act = |rest: PageRange| self.try_cede_with_bytes(rest.start);
         self.act_on(&mut pages, &entered, act, |page| self.ask_for(page))
     }
@@ -92,7 +98,6 @@ impl<A: AddressSpace> MappedRegion<A> {
     /// # Panics
     /// As [`cede`](Self::cede).
     pub fn regain(&self, range: Range<usize>) -> Result<(), PageError> {
-        self.under_paging()?;
         let entered = self.enter()?;
         let pages = self.pages_to_cede(&range);
         let (shared, region) = (self.shared(), self.region());
@@ -101,8 +106,17 @@ impl<A: AddressSpace> MappedRegion<A> {
             let Some(_inside) = shared.gate.enter_for_program() else {
                 continue;
             };
+            // Until the pages' words say that they are ordinary again.
+            let hold = region.beginning.hold();
             let regained = shared.mapper.regain(region, pages);
             regained.map_err(|error| self.not_ceded(pages.start, &error))?;
+            if hold.is_some() {
+                for page in pages {
+                    let is_settled = self.settle_regained(page);
+                    debug_assert!(is_settled, "pages of ordinary memory have no owner");
+                }
+                return Ok(());
+            }
             break;
         }
         for page in pages {
@@ -112,6 +126,34 @@ impl<A: AddressSpace> MappedRegion<A> {
             }
         }
         Ok(())
+    }
+
+    /// Cedes pages of ordinary memory. Returns false if the region is under paging.
+    fn cede_ordinary(
+        &self,
+        entered: &SignalGuard,
+        pages: PageRange,
+        how: Cede<'_>,
+    ) -> Result<bool, PageError> {
+        let (shared, region) = (self.shared(), self.region());
+        while region.beginning.is_ordinary() {
+            self.wait_for_thaw(entered);
+            let Some(_inside) = shared.gate.enter_for_program() else {
+                continue;
+            };
+            let (Some(_hold), Some(guard)) = (region.beginning.hold(), region.enter()) else {
+                break;
+            };
+            let ceded = shared.mapper.cede(region, pages, how);
+            ceded.map_err(|error| self.not_ceded(pages.start, &error))?;
+            for page in pages {
+                let owned = guard.words.try_apply(page, own_unpinned);
+                debug_assert!(owned.is_some(), "no page of ordinary memory has an owner");
+            }
+            self.publish_ceded(&guard, pages);
+            return Ok(true);
+        }
+        Ok(false)
     }
 
     /// Publishes a page as remote whose addresses were regained. Returns false while it has another
@@ -165,7 +207,7 @@ impl<A: AddressSpace> MappedRegion<A> {
             return Ok(Attempt::NotNow(None));
         }
         region.store.clear(owned);
-        self.cede_owned(&region, owned, None)
+        self.cede_owned(&region, owned, Cede::Barred)
     }
 
     /// Cedes a page with its bytes, if it is mapped or blank.
@@ -199,7 +241,7 @@ impl<A: AddressSpace> MappedRegion<A> {
             return Ok(Attempt::NotNow(None));
         }
         let zeros = vec![0; region.page_bytes()];
-        self.cede_owned(&region, page.alone(), Some(&zeros))
+        self.cede_owned(&region, page.alone(), Cede::With(&zeros))
     }
 
     /// Cedes pages that are owned as `Filling`. Gives them back if the kernel refuses.
@@ -207,9 +249,9 @@ impl<A: AddressSpace> MappedRegion<A> {
         &self,
         region: &RegionGuard,
         owned: PageRange,
-        bytes: Option<&[u8]>,
+        how: Cede<'_>,
     ) -> Result<Attempt, PageError> {
-        if let Err(error) = self.shared().mapper.cede(region, owned, bytes) {
+        if let Err(error) = self.shared().mapper.cede(region, owned, how) {
             (owned.iter()).for_each(|page| self.publish_remote(region, page));
             return Err(self.not_ceded(owned.start, &error));
         }
@@ -228,7 +270,7 @@ impl<A: AddressSpace> MappedRegion<A> {
             return Ok(Attempt::NotNow(None));
         };
         let (_, bytes) = run.bytes_by_page().next().expect("a run has a page");
-        if let Err(error) = shared.mapper.cede(&region, page.alone(), Some(bytes)) {
+        if let Err(error) = (shared.mapper).cede(&region, page.alone(), Cede::With(bytes)) {
             (shared.installer).put_back(&region, run, UsageCount::Wanted);
             return Err(self.not_ceded(page, &error));
         }
@@ -240,7 +282,7 @@ impl<A: AddressSpace> MappedRegion<A> {
 
     /// Publishes owned pages whose addresses are ceded, and wakes the threads that sleep there.
     fn publish_ceded(&self, region: &RegionGuard, pages: PageRange) {
-        region.count_ceded();
+        region.count_released();
         for page in pages {
             region.words.apply(page, |w| (protocol::poisoned(w), ()));
         }

@@ -300,7 +300,7 @@ mod tests {
     }
 
     /// Freezes while other threads take pages out, until `enough` say so of the number of freezes
-    /// so far. Returns the number of freezes at which a page was out.
+    /// so far, and a page was out, for which threads may have to wait long. Returns the number of freezes at which a page was out.
     fn stress(waits: bool, enough: impl Fn(u64) -> bool + Sync) -> u64 {
         let pages = Pages {
             gate: ReclaimGate::new(RECLAIMERS),
@@ -326,9 +326,11 @@ mod tests {
             });
             for _ in 0..FREEZERS {
                 scope.spawn(|| {
-                    while !enough(freezes.load(Ordering::Relaxed))
-                        && !pages.ends.load(Ordering::Relaxed)
-                    {
+                    let is_enough = || {
+                        let was_out = pages.times_out.load(Ordering::Relaxed) > 0;
+                        was_out && enough(freezes.load(Ordering::Relaxed))
+                    };
+                    while !is_enough() && !pages.ends.load(Ordering::Relaxed) {
                         let harms = pages.freeze(waits);
                         harmful.fetch_add(u64::from(harms), Ordering::Relaxed);
                         freezes.fetch_add(1, Ordering::Relaxed);
@@ -343,7 +345,7 @@ mod tests {
             "{} freezes, {times_out} times a page was out",
             freezes.into_inner()
         );
-        assert!(times_out > 0 && pages.gate.inside() == 0);
+        assert_eq!(pages.gate.inside(), 0);
         harmful.into_inner()
     }
 

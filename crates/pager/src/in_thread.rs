@@ -115,14 +115,15 @@ impl<A: AddressSpace> InThread<A> {
         region.store.expect(page);
         let (mut since, mut looks) = (None, 0);
         loop {
-            // Ordinary memory raises no such signal: the kernel reported faults for a moment, and
-            // refused to report all.
-            if !region.beginning.catches_faults() {
-                return true;
-            }
             let seen = region.words.load(page).state();
             match seen {
-                PageState::Poisoned => return self.is_ceded_since(&region, page, address),
+                PageState::Poisoned => {
+                    let is_gone = self.shared.mapper.is_gone(&region, page);
+                    return is_gone && is_first_try(&region, address);
+                }
+                // The kernel reported faults of ordinary memory for a moment, and refused to report
+                // all. Or a child made by `fork` has mapped a file there.
+                _ if !region.beginning.catches_faults() => return is_first_try(&region, address),
                 PageState::Lost => return false,
                 PageState::Resident if self.shared.mapper.is_present(address) => {
                     if !write || self.shared.scatter.unprotect(&region, page) {
@@ -174,17 +175,6 @@ impl<A: AddressSpace> InThread<A> {
         }
     }
 
-    /// True if the page at `address` was ceded while this thread faulted there: the access is tried
-    /// again, on the memory that lies there now. A thread that comes back from the same address,
-    /// and no page was ceded meanwhile, has a SIGBUS of that memory.
-    fn is_ceded_since(&self, region: &Region, page: PageIndex, address: usize) -> bool {
-        thread_local! {
-            static TRIED: Cell<(usize, usize)> = const { Cell::new((0, 0)) };
-        }
-        let now = (address, region.times_ceded());
-        self.shared.mapper.is_gone(region, page) && TRIED.replace(now) != now
-    }
-
     /// Brings a page in with an idle inline handler, or asks the page's filler. `false`: wait and
     /// look again.
     fn fill(&self, region: &Arc<Region>, page: PageIndex, address: usize, looks: u32) -> bool {
@@ -208,6 +198,18 @@ impl<A: AddressSpace> InThread<A> {
         let mut free = from.iter().chain(before);
         free.find_map(|handler| handler.try_lock())
     }
+}
+
+/// True if this thread has not come here from `address` before, or faults of the region are no
+/// longer reported at some addresses since: the access is tried again, on the memory that lies
+/// there now. If that raises SIGBUS, too, the signal is of that memory, as behind the end of a
+/// file.
+fn is_first_try(region: &Region, address: usize) -> bool {
+    thread_local! {
+        static TRIED: Cell<(usize, usize)> = const { Cell::new((0, 0)) };
+    }
+    let now = (address, region.times_released());
+    TRIED.replace(now) != now
 }
 
 /// Spreads threads over `places` places. `thread` is an address that identifies the thread: a

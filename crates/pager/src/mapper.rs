@@ -9,7 +9,7 @@ use std::{io, ops::Range, sync::Arc};
 use crossbeam_utils::CachePadded;
 use farpage_store::{PageIndex, PageRange};
 use farpage_vm::{
-    AddressSpace, Batch, DetachError, Detached, EventCount, EventScope, EventSources, Events,
+    AddressSpace, Batch, Cede, DetachError, Detached, EventCount, EventScope, EventSources, Events,
     Geometry, InstallError, InstallErrorKind, PageIn, PageOut, Pages, RegionMapping, ReservedRoom,
     SCATTERED_PAGES_MAX, Shard,
 };
@@ -112,20 +112,19 @@ impl<A: AddressSpace> Mapper<A> {
         self.space.unmap(region.address, region.geometry);
     }
 
-    /// Takes owned pages out of paging, with `bytes` or without access.
-    pub(crate) fn cede(
-        &self,
-        region: &Region,
-        pages: PageRange,
-        bytes: Option<&[u8]>,
-    ) -> io::Result<()> {
-        self.space.cede(addresses(region, pages), bytes)
+    /// Takes owned pages, or those of ordinary memory, out of paging.
+    pub(crate) fn cede(&self, region: &Region, pages: PageRange, how: Cede<'_>) -> io::Result<()> {
+        self.space.cede(addresses(region, pages), how)
     }
 
-    /// Takes ceded pages back into paging.
+    /// Takes ceded pages back, into paging or as ordinary memory.
     pub(crate) fn regain(&self, region: &Region, pages: PageRange) -> io::Result<()> {
         let ceded = addresses(region, pages);
-        self.space.regain(region.address, region.geometry, ceded)
+        let geometry = Geometry {
+            ordinary: region.beginning.is_ordinary(),
+            ..region.geometry
+        };
+        self.space.regain(region.address, geometry, ceded)
     }
 
     /// True if a page is ceded, or the program has unmapped its first byte.

@@ -14,7 +14,7 @@
 
 use std::{io, iter, ops::Range, slice};
 
-use farpage_store::PageRange;
+use farpage_store::{PageIndex, PageRange};
 use farpage_vm::AddressSpace;
 
 use crate::{
@@ -41,31 +41,40 @@ impl<A: AddressSpace> MappedRegion<A> {
         }
     }
 
-    /// Counts the bytes of ordinary memory in `used` that are there, in kernel pages.
+    /// Counts the bytes of ordinary memory in `used`, whole pages, that are there and not ceded.
     pub fn ordinary_bytes(&self, used: &[Range<usize>]) -> usize {
         let (mut found, mut bytes) = (Vec::new(), 0);
-        for range in used {
-            (self.shared().mapper).present(self.region(), range.clone(), &mut found);
+        let kept = used.iter().flat_map(|range| self.kept(self.whole(range)));
+        for pages in kept {
+            (self.shared().mapper).present(self.region(), self.bytes_of(pages), &mut found);
             bytes += found.iter().map(ExactSizeIterator::len).sum::<usize>();
         }
         bytes
     }
 
-    /// Puts the region under paging, if it is ordinary memory. What lies outside `used`, whole
-    /// pages in order, is given up, and zeros from then on. The pages in `used` that are there come
-    /// under the budget, which they may exceed until evictors have caught up. Threads may use the
-    /// region meanwhile. Those that touch an absent page wait. Returns false while the program
+    /// Puts the region under paging, if it is ordinary memory. What lies outside `used` and `idle`,
+    /// whole pages in order, is given up, and zeros from then on. The pages in `used` that are
+    /// there come under the budget, which they may exceed until evictors have caught up. So do
+    /// those in `idle`, where hardly any are expected: `idle` may be far longer. Threads may use
+    /// the region meanwhile. Those that touch an absent page wait. Returns false while the program
     /// forks: [wait](Self::wait_for_fork), and call again.
     ///
     /// # Errors
     /// The kernel's. The region is ordinary memory as before, but for what was given up.
     ///
     /// # Panics
-    /// If `used` are no whole pages of the region.
-    pub fn begin_paging(&self, used: &[Range<usize>]) -> Result<bool, PageError> {
+    /// If `used` or `idle` are no whole pages of the region.
+    pub fn begin_paging(
+        &self,
+        used: &[Range<usize>],
+        idle: &[Range<usize>],
+    ) -> Result<bool, PageError> {
         let _entered = self.enter()?;
         let (shared, region) = (self.shared(), self.region());
-        let used: Vec<PageRange> = used.iter().map(|range| self.whole(range)).collect();
+        let whole = |ranges: &[Range<usize>]| -> Vec<PageRange> {
+            ranges.iter().map(|range| self.whole(range)).collect()
+        };
+        let (used, idle) = (whole(used), whole(idle));
         if self.is_ordinary() {
             let started = self.pager().begin_work();
             started.map_err(|error| PageError::cannot_start(region.label(), &error))?;
@@ -76,8 +85,7 @@ impl<A: AddressSpace> MappedRegion<A> {
         let (Some(begin), Some(guard)) = (region.beginning.begin(), region.enter()) else {
             return Ok(true);
         };
-        self.catch(&used)?;
-        for &pages in &used {
+        for pages in self.catch(&used, &idle)? {
             self.adopt(&guard, pages);
         }
         self.end_adoption();
@@ -85,27 +93,72 @@ impl<A: AddressSpace> MappedRegion<A> {
         Ok(true)
     }
 
-    /// Owns and counts the pages in `used`, gives up all others, and catches faults from then on.
-    pub(crate) fn catch(&self, used: &[PageRange]) -> Result<(), PageError> {
+    /// Owns and counts the pages in `used` that are not ceded, and those in `idle` that are there,
+    /// gives up all others, and catches faults from then on. Returns the pages that it owns.
+    pub(crate) fn catch(
+        &self,
+        used: &[PageRange],
+        idle: &[PageRange],
+    ) -> Result<Vec<PageRange>, PageError> {
         let (shared, region) = (self.shared(), self.region());
         let refused = |error| PageError::cannot_begin(region.label(), &error);
         // Now, since a refusal must come before the region has changed; and again once faults are
         // caught, after a stray touch.
-        self.drop_all_but(used).map_err(refused)?;
-        self.own_all(used);
-        let bytes = used.iter().map(|pages| pages.len() * self.page_bytes());
+        let mut allocated: Vec<PageRange> = used.iter().chain(idle).copied().collect();
+        allocated.sort_unstable_by_key(|pages| pages.start);
+        self.drop_all_but(&allocated).map_err(refused)?;
+        let mut owned: Vec<PageRange> = used.iter().flat_map(|&pages| self.kept(pages)).collect();
+        self.own_all(&owned);
+        let bytes = owned.iter().map(|pages| pages.len() * self.page_bytes());
         let bytes = bytes.sum::<usize>() as u64;
         // Before a fault can ask for memory that is there.
         shared.frames.adopt(bytes);
         if let Err(error) = shared.mapper.begin_paging(region) {
             shared.frames.budget().unmake(bytes);
             // Before threads that wait find pages without an owner.
+            region.count_released();
             region.beginning.refused();
-            self.disown_all(used);
+            self.disown_all(&owned);
             return Err(refused(error));
         }
-        let _ = self.drop_all_but(used);
-        Ok(())
+        let _ = self.drop_all_but(&allocated);
+        owned.extend(self.own_present(idle));
+        Ok(owned)
+    }
+
+    /// Owns and counts the pages in `idle` that are there and not ceded. Absent ones, whose faults
+    /// are caught, are remote.
+    fn own_present(&self, idle: &[PageRange]) -> Vec<PageRange> {
+        let (page_bytes, mut found, mut owned) = (self.page_bytes(), Vec::new(), Vec::new());
+        for pages in idle.iter().flat_map(|&pages| self.kept(pages)) {
+            (self.shared().mapper).present(self.region(), self.bytes_of(pages), &mut found);
+            for part in &found {
+                let there = self.pages(part.clone());
+                let own = |page: &PageIndex| {
+                    // Another part of the page was found before, or a filler has the page.
+                    self.region()
+                        .words
+                        .try_apply(*page, protocol::prefetch)
+                        .is_some()
+                };
+                for page in there.iter().filter(own) {
+                    self.shared().frames.adopt(page_bytes as u64);
+                    owned.push(page.alone());
+                }
+            }
+        }
+        owned
+    }
+
+    /// Returns the parts of `pages` that are not ceded.
+    fn kept(&self, pages: PageRange) -> Vec<PageRange> {
+        let address = self.address();
+        let bytes = self.bytes_of(pages);
+        let kept = (self.shared().mapper).kept(address + bytes.start..address + bytes.end);
+        let offsets = |part: Range<usize>| part.start - address..part.end - address;
+        kept.into_iter()
+            .map(|part| self.whole(&offsets(part)))
+            .collect()
     }
 
     /// Ends the adoption of all pages.
@@ -130,7 +183,7 @@ impl<A: AddressSpace> MappedRegion<A> {
     /// pages.
     pub(crate) fn under_paging(&self) -> Result<(), PageError> {
         let all = 0..self.mapped_bytes();
-        while self.is_ordinary() && !self.begin_paging(slice::from_ref(&all))? {
+        while self.is_ordinary() && !self.begin_paging(slice::from_ref(&all), &[])? {
             self.wait_for_fork()?;
         }
         Ok(())

@@ -65,8 +65,8 @@ pub(crate) struct Region {
     overdue: AtomicUsize,
     /// Number of pages that the program has pinned.
     pinned: AtomicUsize,
-    /// Number of times that pages were ceded.
-    ceded: AtomicUsize,
+    /// Number of times that the kernel has stopped to report faults at some addresses.
+    released: AtomicUsize,
     advice: AtomicU8,
     /// Beginning as ordinary memory.
     pub(crate) beginning: Beginning,
@@ -106,7 +106,7 @@ impl Region {
             resident_in: bytemuck::zeroed_vec(pages.div_ceil(CHUNK_PAGES)),
             overdue: AtomicUsize::new(0),
             pinned: AtomicUsize::new(0),
-            ceded: AtomicUsize::new(0),
+            released: AtomicUsize::new(0),
             advice: AtomicU8::new(Advice::Normal as u8),
             beginning: Beginning::new(geometry.ordinary),
             closing: AtomicBool::new(false),
@@ -283,14 +283,15 @@ impl Region {
         self.pinned.fetch_sub(1, Ordering::Relaxed);
     }
 
-    /// Returns how often pages were ceded.
-    pub(crate) fn times_ceded(&self) -> usize {
-        self.ceded.load(Ordering::Relaxed)
+    /// Returns how often the kernel has stopped to report faults at some addresses.
+    pub(crate) fn times_released(&self) -> usize {
+        self.released.load(Ordering::Relaxed)
     }
 
-    /// Counts that pages are ceded. Must be called before their words say so.
-    pub(crate) fn count_ceded(&self) {
-        self.ceded.fetch_add(1, Ordering::Relaxed);
+    /// Counts that the kernel has stopped to report faults at some addresses: pages are ceded, or
+    /// ordinary memory stays so. Must be called before their words say so.
+    pub(crate) fn count_released(&self) {
+        self.released.fetch_add(1, Ordering::Relaxed);
     }
 
     /// True if the region's store is so slow that no more of its pages shall be taken out.

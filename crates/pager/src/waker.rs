@@ -104,9 +104,15 @@ pub(crate) fn spawn(
     farpage_tables::spawn(thread, move || {
         // Signals are the program's, but for those that this thread raises itself, which would end
         // the process without a word: a store that runs in a thread started here may be the reason.
-        // SIGBUS stays blocked: its handler may serve faults, which is not for workers.
+        // SIGBUS stays blocked: its handler may serve faults, which is not for workers. SIGSYS is
+        // raised by filters of system calls that the process had before this thread.
         let mut signals = SigSet::all();
-        for own in [Signal::SIGSEGV, Signal::SIGFPE, Signal::SIGILL] {
+        for own in [
+            Signal::SIGSEGV,
+            Signal::SIGFPE,
+            Signal::SIGILL,
+            Signal::SIGSYS,
+        ] {
             signals.remove(own);
         }
         signals

@@ -71,7 +71,7 @@ impl Program {
         line("local       stacks, files, shared memory, executable memory, huge pages, fixed addresses".into());
         line("local       what libraries ask for before farpage's own constructor has run".into());
         line("local       what the program asks the kernel for by raw system calls".into());
-        line("fork        children have what the program has at that moment; their own requests are local, and not under the budget".into());
+        line("fork        children have what the program has at that moment, and share its budget for what they allocate".into());
         text
     }
 }

@@ -35,7 +35,7 @@ use farpage_wire::{Endpoint, check_environment};
 use program::Program;
 use relay::Relay;
 use rlimits::Limits;
-use shares::Shares;
+use shares::{LEAST_BYTES, Shares};
 use small::Small;
 
 /// Smallest capacity: a smaller number lacks its unit.
@@ -225,7 +225,8 @@ fn run(options: &RunOptions) -> Result<u8> {
         preload.push(&before);
     }
     command.env("LD_PRELOAD", preload);
-    let shares = match options.children {
+    // A smaller budget is the program's alone: children that it forks allocate locally.
+    let shares = match options.children || sizes.budget.as_u64() >= LEAST_BYTES {
         true => {
             let socket = folder.path().join("shares.sock");
             set(&mut command, "SHARES", &socket.to_string_lossy());
@@ -256,8 +257,14 @@ fn run(options: &RunOptions) -> Result<u8> {
         .spawn()
         .map_err(|error| cannot_start(&path, error))?;
     let status = relay.wait(child)?;
+    // Processes that the program has made may have their memory there.
+    if own.is_some() && !relay.wait_until(|| shares.as_ref().is_none_or(Shares::are_over)) {
+        eprintln!(
+            "farpage: a signal ends this launcher: processes that the program has left behind lose their remote memory"
+        );
+    }
     drop(shares);
-    // It ends with this process: nobody is left to wait for.
+    // The server ends with this process: nobody is left to wait for.
     mem::forget(own);
     report::say(folder.path(), sizes.budget);
     if status.signal().is_some() {

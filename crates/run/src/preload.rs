@@ -11,7 +11,7 @@
 //! - Before the runtime exists (constructors that run before ours, `dlsym`), all requests go to the
 //!   next allocator.
 //! - `free` and its kind decide by address alone, and by where our own allocations begin
-//!   (`made.rs`).
+//!   (`made.rs`). A child made by `fork` has several arenas: its own, and those of its parents.
 //!
 //! Its files lie in layers. A file imports lower layers, and files of its own layer:
 //!
@@ -19,11 +19,11 @@
 //! 2. what knows no arena: `next.rs` and `symbols.rs` (the next library's functions),
 //!    `environment.rs`, `seccomp.rs`, `destructors.rs`, `code.rs`, `mixed.rs` (programs that define
 //!    `free` alone), and the program's `signals.rs`, `old_signals.rs` and `signal_stack.rs`;
-//! 3. `state.rs`: the runtime, the arena and the options;
-//! 4. what begins and ends with these: `local.rs`, `made.rs`, `family.rs`, `limits.rs` (set by the
-//!    program), `descriptors.rs`, `share.rs`, `exec.rs`, `report.rs`, `statics.rs`,
-//!    `thread_stacks.rs`, `small.rs` (the allocator of small requests), `guesses.rs` and
-//!    `filter.rs` (the system calls that in-thread faults need);
+//! 3. `state.rs`: the runtime, the arenas and the options, and `made.rs`;
+//! 4. what begins and ends with these: `local.rs`, `family.rs`, `limits.rs` (set by the program),
+//!    `descriptors.rs`, `share.rs`, `exec.rs`, `report.rs`, `statics.rs`, `thread_stacks.rs`,
+//!    `small.rs` (the allocator of small requests), `guesses.rs` and `filter.rs` (the system calls
+//!    that in-thread faults need);
 //! 5. `arena.rs`, which begins them all, and makes the arena at the first large request;
 //! 6. memory of the arena: `mappings.rs` (the map of its addresses), `locks.rs`, `protect.rs`,
 //!    `allocate.rs`, `jemalloc.rs` and `foreign.rs`;
@@ -145,7 +145,9 @@ unsafe extern "C" {
 }
 
 /// glibc's allocator by its internal names, which no library replaces. All of its memory is local.
-/// Under [`Allocator`], glibc serves threads of the program that do not work for the runtime.
+/// Under [`Allocator`], glibc serves threads of the program that do not work for the runtime. Where
+/// the kernel gives glibc nothing, for lack of mappings, memory of `local.rs` is there: Rust ends
+/// the process if it gets none.
 struct Glibc;
 
 #[global_allocator]
@@ -154,25 +156,25 @@ static ALLOCATOR: Allocator<Glibc> = Allocator::over(Glibc);
 /// Alignment of glibc's allocations by default.
 const ALIGN: usize = 16;
 
-// SAFETY: glibc's allocator keeps the contract; alignments above its own go to `memalign`, and
-// what that made is freed by `free`.
+// SAFETY: both allocators keep the contract, and the address of a block tells which one made it.
+// Alignments above glibc's own go to `memalign`, and what that made is freed by `free`.
 unsafe impl GlobalAlloc for Glibc {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         // SAFETY: any size and any power of two are fine.
-        unsafe {
-            if layout.align() <= ALIGN {
-                __libc_malloc(layout.size()).cast()
-            } else {
-                __libc_memalign(layout.align(), layout.size()).cast()
+        let made = unsafe {
+            match layout.align() <= ALIGN {
+                true => __libc_malloc(layout.size()),
+                false => __libc_memalign(layout.align(), layout.size()),
             }
-        }
+        };
+        or_local(made, layout)
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         // SAFETY: as above; the bytes that are zeroed were allocated.
         unsafe {
             if layout.align() <= ALIGN {
-                return __libc_calloc(1, layout.size()).cast();
+                return or_local(__libc_calloc(1, layout.size()), layout);
             }
             let made = self.alloc(layout);
             if !made.is_null() {
@@ -184,22 +186,38 @@ unsafe impl GlobalAlloc for Glibc {
 
     unsafe fn dealloc(&self, old: *mut u8, _: Layout) {
         // SAFETY: made above.
-        unsafe { __libc_free(old.cast()) }
+        unsafe {
+            match local::holds(old.cast()) {
+                true => local::free(old.cast()),
+                false => __libc_free(old.cast()),
+            }
+        }
     }
 
     unsafe fn realloc(&self, old: *mut u8, layout: Layout, bytes: usize) -> *mut u8 {
         // SAFETY: made above; both sizes are of the memory that is copied.
         unsafe {
-            if layout.align() <= ALIGN {
-                return __libc_realloc(old.cast(), bytes).cast();
+            if layout.align() <= ALIGN && !local::holds(old.cast()) {
+                let made = __libc_realloc(old.cast(), bytes).cast::<u8>();
+                if !made.is_null() {
+                    return made;
+                }
             }
-            let made = __libc_memalign(layout.align(), bytes).cast::<u8>();
+            let made = self.alloc(Layout::from_size_align_unchecked(bytes, layout.align()));
             if !made.is_null() {
                 made.copy_from_nonoverlapping(old, layout.size().min(bytes));
-                __libc_free(old.cast());
+                self.dealloc(old, layout);
             }
             made
         }
+    }
+}
+
+/// Returns what glibc has `made`, or local memory in place of null.
+fn or_local(made: *mut c_void, layout: Layout) -> *mut u8 {
+    match made.is_null() {
+        true => local::allocate(layout.size(), layout.align()).cast(),
+        false => made.cast(),
     }
 }
 
@@ -282,9 +300,14 @@ fn say_once(line: &str) {
     static SAID: Mutex<Vec<String>> = Mutex::new(Vec::new());
     let _inside = Inside::enter();
     let mut said = SAID.lock();
-    if !said.iter().any(|before| before == line) {
-        say(line);
+    let is_new = !said.iter().any(|before| before == line);
+    if is_new {
         said.push(line.to_owned());
+    }
+    // Written without the lock, as somebody may have to read first.
+    drop(said);
+    if is_new {
+        say(line);
     }
 }
 

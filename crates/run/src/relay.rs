@@ -83,7 +83,7 @@ impl Relay {
 
     /// Waits for the program, and passes signals on meanwhile. Signals stay held back, so that the
     /// launcher cleans up.
-    pub(crate) fn wait(self, mut child: Child) -> Result<ExitStatus> {
+    pub(crate) fn wait(&self, mut child: Child) -> Result<ExitStatus> {
         let program = child.id() as libc::pid_t;
         loop {
             let mut info = MaybeUninit::<siginfo_t>::zeroed();
@@ -104,11 +104,31 @@ impl Relay {
             }
         }
     }
+
+    /// Waits until `is_over`, for when the program has ended. Returns false if a signal tells the
+    /// launcher to end before.
+    pub(crate) fn wait_until(&self, is_over: impl Fn() -> bool) -> bool {
+        let look = libc::timespec {
+            tv_sec: 0,
+            tv_nsec: 20_000_000,
+        };
+        while !is_over() {
+            // SAFETY: a valid set; nobody asks what is said of the signal.
+            let signal = unsafe {
+                libc::sigtimedwait(&raw const self.taken, ptr::null_mut(), &raw const look)
+            };
+            match signal {
+                libc::SIGHUP | libc::SIGINT | libc::SIGQUIT | libc::SIGTERM => return false,
+                _ => stop_by(signal),
+            }
+        }
+        true
+    }
 }
 
 /// Passes a signal on to the program, which has not been waited for.
 fn pass_on(signal: c_int, info: &siginfo_t, program: libc::pid_t) {
-    // SAFETY: calls with sets of ours at most. The sender is known where the signal was sent.
+    // SAFETY: plain system calls. The sender is known where the signal was sent.
     unsafe {
         // A hang-up goes to the session's leader alone, which may be the launcher.
         if (was_sent(info) && !is_descendant(info.si_pid())) || signal == libc::SIGHUP {
@@ -117,9 +137,17 @@ fn pass_on(signal: c_int, info: &siginfo_t, program: libc::pid_t) {
                 _ => libc::kill(program, signal),
             };
         }
-        // A shell waits until its job stops, launcher and all. The kernel knows whether it stops.
-        if let libc::SIGTSTP | libc::SIGTTIN | libc::SIGTTOU = signal {
-            let mut set = MaybeUninit::uninit();
+    }
+    stop_by(signal);
+}
+
+/// Stops the launcher if the signal asks for that: a shell waits until its job stops, launcher and
+/// all. The kernel knows whether the job stops.
+fn stop_by(signal: c_int) {
+    if let libc::SIGTSTP | libc::SIGTTIN | libc::SIGTTOU = signal {
+        let mut set = MaybeUninit::uninit();
+        // SAFETY: calls with a set that the first one fills.
+        unsafe {
             libc::sigemptyset(set.as_mut_ptr());
             libc::sigaddset(set.as_mut_ptr(), signal);
             libc::raise(signal);

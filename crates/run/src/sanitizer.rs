@@ -9,6 +9,8 @@ use std::{
     io::{self, Read, Seek, SeekFrom},
 };
 
+use memchr::memmem;
+
 use crate::elf::{PT_LOAD, number};
 
 const PT_DYNAMIC: u64 = 2;
@@ -68,8 +70,9 @@ pub(crate) fn refusal<'a>(
         return Ok(None);
     };
     let names = read(file, address - field(part, 16) + field(part, 8), bytes)?;
-    let has = |name: &[u8]| names.windows(name.len()).any(|window| window == name);
-    let found = SANITIZERS.iter().find(|(name, _)| has(name));
+    let found = SANITIZERS
+        .iter()
+        .find(|(name, _)| memmem::find(&names, name).is_some());
     Ok(found.map(|&(_, why)| why))
 }
 

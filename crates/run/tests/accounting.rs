@@ -183,7 +183,7 @@ for turn in range(3):
         assert!(ended.status.success(), "{stats}");
         let touched = said(stats, " in the arena");
         assert!((30 * MIB..50 * MIB).contains(&touched), "{stats}");
-        assert!(said(stats, " allocated") > 200 * MIB, "{stats}");
+        assert!(said(stats, " accessible") > 200 * MIB, "{stats}");
     });
 }
 

@@ -20,7 +20,7 @@ fn same(command: &[&str], budget_mib: u64) {
     let budget = format!("{budget_mib}MiB");
     let ours = farpage(&["--budget", &budget, "--stats"], command);
     let stats = same_as_plain(command, &plain, &ours);
-    let allocated = said(&stats, " allocated");
+    let allocated = said(&stats, " accessible");
     assert!(allocated >= 4 * budget_mib * MIB, "{stats}");
     // `--stats` rounds the number.
     let local = said(&stats, " of it in local memory");

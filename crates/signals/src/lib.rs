@@ -16,11 +16,12 @@
 mod heap;
 
 use std::{
-    cell::Cell,
+    cell::{Cell, UnsafeCell},
     io,
     marker::PhantomData,
     mem,
     ops::{Deref, DerefMut},
+    panic::RefUnwindSafe,
     ptr, sync,
     sync::{
         Arc, Barrier, PoisonError, TryLockError,
@@ -188,19 +189,39 @@ const NAP_MAX: Duration = Duration::from_millis(1);
 /// A lock that holds signals back while it is held. It never allocates, also where threads wait for
 /// it, and a panic of its holder leaves it usable.
 #[derive(Debug, Default)]
-pub struct Mutex<T>(sync::Mutex<T>);
+pub struct Mutex<T>(UnsafeCell<sync::Mutex<T>>);
+
+// SAFETY: the lock itself may be shared. Only `renew` writes to the cell, whose caller promises
+// that nobody else uses the lock meanwhile.
+unsafe impl<T: Send> Sync for Mutex<T> {}
+impl<T> RefUnwindSafe for Mutex<T> {}
 
 impl<T> Mutex<T> {
     /// Makes an unlocked lock around `value`.
     pub const fn new(value: T) -> Mutex<T> {
-        Mutex(sync::Mutex::new(value))
+        Mutex(UnsafeCell::new(sync::Mutex::new(value)))
+    }
+
+    /// Makes the lock an unlocked one around `value`, in a child made by `fork`: a thread that only
+    /// the parent has may have held the lock at the fork. The old value is not dropped.
+    ///
+    /// # Safety
+    /// No other thread of this process uses the lock meanwhile, and no guard of it is alive.
+    pub unsafe fn renew(&self, value: T) {
+        // SAFETY: the caller's promise.
+        unsafe { self.0.get().write(sync::Mutex::new(value)) };
+    }
+
+    fn inner(&self) -> &sync::Mutex<T> {
+        // SAFETY: `renew` alone writes to the cell, while nobody has this reference.
+        unsafe { &*self.0.get() }
     }
 
     /// Holds signals back and waits for the lock.
     pub fn lock(&self) -> MutexGuard<'_, T> {
         let signals = SignalGuard::new();
         MutexGuard {
-            lock: self.0.lock().unwrap_or_else(PoisonError::into_inner),
+            lock: self.inner().lock().unwrap_or_else(PoisonError::into_inner),
             signals,
         }
     }
@@ -208,7 +229,7 @@ impl<T> Mutex<T> {
     /// Holds signals back and takes the lock, unless another thread holds it.
     pub fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
         let signals = SignalGuard::new();
-        let lock = match self.0.try_lock() {
+        let lock = match self.inner().try_lock() {
             Ok(lock) => lock,
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
             Err(TryLockError::WouldBlock) => return None,
@@ -232,12 +253,12 @@ impl<T> Mutex<T> {
 
     /// Returns the value, which nobody else has.
     pub fn into_inner(self) -> T {
-        self.0.into_inner().unwrap_or_else(PoisonError::into_inner)
+        (self.0.into_inner().into_inner()).unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Returns the value, which nobody else has.
     pub fn get_mut(&mut self) -> &mut T {
-        self.0.get_mut().unwrap_or_else(PoisonError::into_inner)
+        (self.0.get_mut().get_mut()).unwrap_or_else(PoisonError::into_inner)
     }
 }
 

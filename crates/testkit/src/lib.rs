@@ -15,7 +15,7 @@ pub mod server;
 pub mod wait;
 
 pub use channel::{op, transfer};
-pub use process::{TestProcess, finish, run, say, test_command, text};
+pub use process::{TestProcess, finish, passes_in_child, run, say, test_command, text};
 pub use random::{Rng, mix, seed};
 pub use raw::{Identity, RawClient};
 pub use relay::Relay;

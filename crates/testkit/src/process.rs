@@ -17,10 +17,10 @@ use std::{
 
 use nix::{
     sys::{
-        signal::{Signal, kill},
-        wait::{Id, WaitPidFlag, waitid},
+        signal::{SigSet, Signal, kill},
+        wait::{Id, WaitPidFlag, WaitStatus, waitid, waitpid},
     },
-    unistd::Pid,
+    unistd::{ForkResult, Pid, alarm, fork},
 };
 
 use crate::wait::{test_name, wait_channels};
@@ -29,6 +29,27 @@ use crate::wait::{test_name, wait_channels};
 pub fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
+
+/// Forks, and returns true if `work` returns true in the child, within a time limit. The child has
+/// one thread, and whatever other threads of this process have locked.
+pub fn passes_in_child(work: impl FnOnce() -> bool) -> bool {
+    // SAFETY: the child allocates, which glibc supports after fork, and ends without destructors of
+    // its parent's.
+    match unsafe { fork() }.expect("there is room for a process") {
+        ForkResult::Child => {
+            // A lock of the runtime's that this thread has holds signals back.
+            let unblocked = SigSet::all().thread_unblock();
+            alarm::set(CHILD_SECONDS);
+            let status = i32::from(unblocked.is_err() || !work());
+            // SAFETY: ends the child.
+            unsafe { libc::_exit(status) }
+        }
+        ForkResult::Parent { child } => waitpid(child, None) == Ok(WaitStatus::Exited(child, 0)),
+    }
+}
+
+/// Time after which a child by [`passes_in_child`] is killed.
+const CHILD_SECONDS: u32 = 60;
 
 /// Runs a command that must succeed within `patience`. Returns its output.
 pub fn run(command: &mut Command, patience: Duration) -> Output {

@@ -20,10 +20,23 @@ use std::{
 use nix::errno::Errno;
 
 use crate::{
-    kernel::begin_sharing,
+    kernel::{begin_child, begin_sharing},
+    sigbus,
     sys::{self, Refusal, Stopped},
     uffd::{FaultBuffer, Features, RegisterMode, Uffd, UffdMessage, UserfaultfdError},
 };
+
+/// Makes locks of the parent's free in a child made by `fork`, in which other regions may be made.
+///
+/// # Safety
+/// The calling thread is the only one of this process.
+pub unsafe fn begin() {
+    // SAFETY: the caller's promise.
+    unsafe {
+        begin_child();
+        sigbus::begin_child();
+    }
+}
 
 /// Features of a child's descriptor, as far as the kernel has them: found out before the fork.
 #[derive(Clone, Copy, Debug)]

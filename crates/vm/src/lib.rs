@@ -29,9 +29,9 @@ pub use probe::{Check, Probe, Verdict, probe};
 pub use protections::protections;
 pub use sim::{Faulted, SimFrame, SimOptions, SimSpace};
 pub use space::{
-    AddressSpace, Batch, DetachError, Detached, EventScope, EventSources, Events, Frame, Geometry,
-    InstallError, InstallErrorKind, PageFault, PageIn, PageOut, RUN_PAGES_MAX, RegionMapping,
-    ReservedRoom, SCATTERED_PAGES_MAX,
+    AddressSpace, Batch, Cede, DetachError, Detached, EventScope, EventSources, Events, Frame,
+    Geometry, InstallError, InstallErrorKind, PageFault, PageIn, PageOut, RUN_PAGES_MAX,
+    RegionMapping, ReservedRoom, SCATTERED_PAGES_MAX,
 };
 pub use sys::{FUTEX_ADD_NOTHING, Refusal, Stopped};
 pub use uffd::{FaultBuffer, Features, RegisterMode, Uffd, UserfaultfdError};

@@ -247,6 +247,18 @@ impl Geometry {
     }
 }
 
+/// Memory at addresses that are ceded.
+#[derive(Clone, Copy, Debug)]
+pub enum Cede<'a> {
+    /// New memory without access.
+    Barred,
+    /// New memory with these bytes, which are as long as the addresses, and with the protections of
+    /// the addresses if the kernel can move several mappings at once.
+    With(&'a [u8]),
+    /// The memory that is there, in a region of ordinary memory.
+    InPlace,
+}
+
 /// Addresses of a region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RegionMapping {
@@ -321,18 +333,18 @@ pub trait AddressSpace: Send + Sync + 'static {
     fn unmap(&self, address: usize, geometry: Geometry);
 
     /// Takes `addresses`, whole pages of one region that are absent and have the caller as their
-    /// owner, out of paging until they are [regained](Self::regain). Private anonymous memory lies
-    /// there then: with `bytes`, which are as long, and the protections of the addresses if the
-    /// kernel can move several mappings at once, or without access. The program may map there
-    /// what it likes: nothing is installed there or detached from there any more. Waits until the
-    /// events of all shards of the addresses have been read.
+    /// owner, or are ordinary memory, out of paging until they are [regained](Self::regain).
+    /// Private anonymous memory lies there then. The program may map there what it likes: nothing
+    /// is installed there or detached from there any more. Waits until the events of all shards of
+    /// the addresses have been read.
     ///
     /// # Errors
     /// The operating system's. The addresses are the region's as before.
-    fn cede(&self, addresses: Range<usize>, bytes: Option<&[u8]>) -> io::Result<()>;
+    fn cede(&self, addresses: Range<usize>, how: Cede<'_>) -> io::Result<()>;
 
     /// Takes ceded addresses of the region at `address` back: what is mapped there is gone, and all
-    /// pages are absent. The program must not use them meanwhile.
+    /// pages are absent, or ordinary memory if the geometry says so. The program must not use them
+    /// meanwhile.
     ///
     /// # Errors
     /// The operating system's. The addresses are ceded as before, or cannot be accessed.

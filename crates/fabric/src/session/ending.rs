@@ -5,11 +5,15 @@
 //! may use leased memory until the kernel closes the connections.
 
 use std::{
-    process,
-    sync::{Arc, Mutex, Once, PoisonError, Weak},
+    mem, process,
+    sync::{
+        Arc, Weak,
+        atomic::{AtomicBool, Ordering},
+    },
     time::{Duration, Instant},
 };
 
+use farpage_signals::Mutex;
 use farpage_tables::Table;
 
 use super::shared::SessionState;
@@ -19,8 +23,8 @@ pub(super) const GOODBYE: Duration = Duration::from_secs(1);
 
 /// A session over a network.
 struct Open {
-    /// The process that began the session: a child made by `fork` has its socket, too, and must not
-    /// speak on it.
+    /// The process that began the session: a child made by a call without handlers has its socket,
+    /// too, and must not speak on it.
     process: u32,
     /// The descriptor table that has the session's socket. `None`: the program's.
     table: Option<Weak<Table>>,
@@ -29,19 +33,28 @@ struct Open {
 
 static SESSIONS: Mutex<Vec<Open>> = Mutex::new(Vec::new());
 
+/// Begins a child made by `fork`, which has no sessions yet.
+///
+/// # Safety
+/// The calling thread is the only one of this process, and outside of this module.
+pub(crate) unsafe fn begin_child() {
+    // SAFETY: the caller's promise.
+    unsafe { SESSIONS.renew(Vec::new()) };
+}
+
 /// Notes a session, so that it announces the end of this process. Over shared memory the server
 /// sees the end itself.
 pub(super) fn register(shared: &Arc<SessionState>) {
     if shared.local.is_some() {
         return;
     }
-    static ONCE: Once = Once::new();
-    // SAFETY: the function may run at any time until the process ends. Where there is no room for
-    // it, a session waits for its reconnect grace at the server.
-    ONCE.call_once(|| unsafe {
-        libc::atexit(announce);
-    });
-    let mut sessions = SESSIONS.lock().unwrap_or_else(PoisonError::into_inner);
+    static IS_EXPECTED: AtomicBool = AtomicBool::new(false);
+    if !IS_EXPECTED.swap(true, Ordering::Relaxed) {
+        // SAFETY: the function may run at any time until the process ends. Where there is no room
+        // for it, a session waits for its reconnect grace at the server.
+        unsafe { libc::atexit(announce) };
+    }
+    let mut sessions = SESSIONS.lock();
     sessions.retain(|session| session.shared.strong_count() > 0);
     sessions.push(Open {
         process: process::id(),
@@ -52,7 +65,7 @@ pub(super) fn register(shared: &Arc<SessionState>) {
 
 extern "C" fn announce() {
     // A thread that is just making a session has no time to end it.
-    let Ok(sessions) = SESSIONS.try_lock() else {
+    let Some(sessions) = (SESSIONS.try_lock()).map(|mut sessions| mem::take(&mut *sessions)) else {
         return;
     };
     let until = Instant::now() + GOODBYE;
@@ -70,5 +83,24 @@ extern "C" fn announce() {
             // A table that is gone has taken its sessions along.
             Some(table) => table.upgrade().map_or((), |table| table.run(leave)),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use farpage_testkit::passes_in_child;
+
+    use super::*;
+
+    #[test]
+    fn a_child_made_while_sessions_are_noted_notes_its_own() {
+        let noted = SESSIONS.lock();
+        let passes = passes_in_child(|| {
+            // SAFETY: the only thread, and the lock is its parent's.
+            unsafe { begin_child() };
+            SESSIONS.lock().is_empty()
+        });
+        drop(noted);
+        assert!(passes);
     }
 }

@@ -31,6 +31,7 @@ use farpage_wire::{
     register::{Answer, Epoch},
 };
 
+pub(crate) use self::ending::begin_child;
 pub use self::visit::Visit;
 use self::{remote::Remote, requests::all_names};
 use crate::{

@@ -181,6 +181,11 @@ extern "C" fn in_parent() {
 }
 
 extern "C" fn in_child() {
+    // SAFETY: handlers of `fork` that were registered before this one start no thread.
+    unsafe {
+        child::begin();
+        farpage_fabric::begin_child();
+    }
     end(true);
 }
 

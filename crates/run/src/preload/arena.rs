@@ -1,15 +1,19 @@
 //! The beginning of the runtime and of the arena.
 //!
-//! The rule it keeps: neither exists before our constructor has run, nor in a child made by `fork`.
-//! If the runtime cannot be built, the program does not start. The arena, and with it remote memory
-//! and a share of the budget, is taken by the first large request: shells and wrappers that only
-//! start others take none.
+//! The rule it keeps: neither exists before our constructor has run. If the runtime cannot be
+//! built, the program does not start. The arena, and with it remote memory and a share of the
+//! budget, is taken by the first large request: shells and wrappers that only start others take
+//! none.
+//!
+//! A child made by `fork` builds a runtime like its parent's, but always with fillers, and makes an
+//! arena of its own, once its large requests exceed [`CHILD_BYTES`]. If it cannot, its memory stays
+//! local, with a line.
 
 use std::{ffi::c_int, io, mem, sync::Arc};
 
 use farpage::{
-    Allowance, ByteSize, CreateError, FaultMode, Redundancy, Region, RegionOptions, Reserve,
-    Runtime, error::StoreCreateError,
+    Allowance, Builder, ByteSize, CreateError, FaultMode, Redundancy, Region, RegionOptions,
+    Reserve, Runtime, error::StoreCreateError,
 };
 use farpage_signals::Mutex;
 use farpage_tables::Table;
@@ -20,10 +24,10 @@ use crate::{
     descriptors::Window,
     destructors, environment,
     environment::{PREFIX, variable},
-    exec, family, filter, guesses, is_starting, limits, made, mixed, next, process, report, say,
+    exec, family, filter, guesses, is_starting, limits, local, mixed, next, process, report, say,
     share::Share,
     signal_stack, signals, small,
-    state::{self, Options, State},
+    state::{self, GENERATIONS, Options, State},
     statics,
 };
 
@@ -42,13 +46,17 @@ const MEMORIES: u64 = 64;
 /// Number of descriptors that the arena may need, with in-thread faults.
 const NUMBERS_LEFT: u32 = 64;
 
+/// Bytes of large requests that stay local in a child made by `fork`: many children allocate little
+/// before they end, or call `exec`, and do without a runtime.
+const CHILD_BYTES: usize = 1 << 20;
+
 /// Number of open files that suffice. The runtime has 26 on two processors.
 const FILES: libc::rlim_t = 64;
 
 /// The runtime, and the parameters of its arena.
 struct Plan {
     runtime: Runtime,
-    /// Table with the runtime's descriptors. `None` with in-thread faults: the program's.
+    /// Table with the runtime's descriptors. `None`: the program's, whose threads serve faults.
     table: Option<Arc<Table>>,
     share: Option<Share>,
     /// Size of the arena, or the reason why there will be none.
@@ -69,60 +77,93 @@ pub(crate) fn serves(bytes: usize) -> Option<&'static State> {
     if bytes < state::min_bytes() || Inside::is() || is_starting() {
         return None;
     }
-    state::get().or_else(open)
+    state::get().or_else(|| open_or(bytes, |why| not_started(why)))
 }
 
 /// Makes the arena, unless it exists. A process that gets none ends. Returns `None` if the process
-/// stays local (see [`stay_local`]), or is a child made by `fork`, for which it writes a line.
+/// stays local (see [`stay_local`]), as a child made by `fork` may.
 #[cold]
 pub(crate) fn open() -> Option<&'static State> {
-    open_or(|why| not_started(why))
+    open_or(0, |why| not_started(why))
 }
 
 /// Makes the arena, unless it exists, as [`open`] does. A process that gets none stays local.
 #[cold]
 pub(crate) fn try_open() -> Option<&'static State> {
-    open_or(|why| {
+    open_or(0, |why| {
         say(&format!("all memory stays local from now on: {why}"));
         state::serve_none();
         small::stay_local();
     })
 }
 
-fn open_or(fails: impl FnOnce(&str)) -> Option<&'static State> {
+/// Makes the arena for a request of `bytes` bytes.
+#[cold]
+fn open_or(bytes: usize, fails: impl FnOnce(&str)) -> Option<&'static State> {
     let inside = Inside::enter();
-    if state::is_forked() {
-        family::say_of_fork();
-        return None;
+    if state::is_child() {
+        return open_in_child(bytes, &inside);
     }
     let right = state::making()?;
     let plan = PLAN.lock().take();
     if let Some(plan) = plan {
-        // A server may not answer. The right is held, so that no handler may run: another thread
-        // must not be there to set one.
-        let made = match process::has_threads() {
-            true => plan.carry_out(),
-            false => inside.signals.wait_mortal(|| plan.carry_out()),
-        };
-        match made {
-            Ok(state) => {
-                made::begin(state.arena.addresses().len());
-                family::note_arena();
-                state::publish(state);
-                guesses::begin();
-            }
-            Err(why) => fails(&why),
-        }
+        make(&inside, || plan.carry_out(), fails);
     }
     drop(right);
     state::get()
+}
+
+/// Makes the arena of a child made by `fork`. The plan of the parent is not the child's.
+fn open_in_child(bytes: usize, inside: &Inside) -> Option<&'static State> {
+    let stays_local = |why: &str| family::say_of_fork(why);
+    // In this order: another thread may take the one chance between the two.
+    if !state::may_begin_again() && state::is_forked() {
+        stays_local(match state::is_confined() {
+            true => "a filter of system calls (seccomp) was installed before",
+            false => "the call that has made it runs no handlers of fork",
+        });
+        return None;
+    }
+    if state::ask(bytes) <= CHILD_BYTES {
+        return None;
+    }
+    let right = state::making()?;
+    if let Some(parents) = state::begin_again() {
+        let plan = || match local::has_slot() {
+            true => start_in_child(parents).and_then(Plan::carry_out),
+            false => Err(format!(
+                "in a line of forks the first {GENERATIONS} processes alone have remote memory"
+            )),
+        };
+        make(inside, || on_stock_stack(plan), stays_local);
+    }
+    drop(right);
+    state::get()
+}
+
+/// Makes and publishes the arena. The caller has the right to that.
+fn make(inside: &Inside, made: impl FnOnce() -> Result<State, String>, fails: impl FnOnce(&str)) {
+    // A server may not answer. The right is held, so that no handler may run: another thread must
+    // not be there to set one.
+    let made = match process::has_threads() {
+        true => made(),
+        false => inside.signals.wait_mortal(made),
+    };
+    match made {
+        Ok(state) => {
+            family::note_arena();
+            state::publish(state);
+            guesses::begin();
+        }
+        Err(why) => fails(&why),
+    }
 }
 
 /// Gives up the plan of the arena: from now on all requests go to the next allocator. Returns false
 /// if no such plan exists.
 pub(crate) fn stay_local() -> bool {
     let _inside = Inside::enter();
-    if state::is_forked() {
+    if state::is_child() {
         return false;
     }
     let plan = PLAN.lock().take();
@@ -217,7 +258,7 @@ fn start(min_bytes: usize) -> Result<Plan, String> {
     match variable("IN_THREAD").map(|asked| (asked == "1", filter::is_available())) {
         Some((true, _) | (_, Ok(()))) => {
             statics::find(min_bytes, true);
-            return build(None, Some(&window()?));
+            return build(None, None, Some(&window()?));
         }
         Some((_, Err(why))) => say(&format!(
             "{why}: filler threads serve the faults (--fillers)"
@@ -226,7 +267,19 @@ fn start(min_bytes: usize) -> Result<Plan, String> {
     }
     statics::find(min_bytes, false);
     let table = Table::private().map_err(|error| error.to_string())?;
-    table.run(|| build(Some(table.clone()), None))
+    table.run(|| build(None, Some(table.clone()), None))
+}
+
+/// Starts the runtime of a child made by `fork` as its `parents` was started, on a table of
+/// descriptors that the program cannot reach, in both fault modes. Numbers in the program's table
+/// could only be set apart while no other thread makes descriptors.
+fn start_in_child(parents: &Runtime) -> Result<Plan, String> {
+    let addresses_before = limits::addresses_of_program();
+    let table = Table::private().map_err(|error| error.to_string())?;
+    let plan = table.run(|| build(Some(parents), Some(table.clone()), None))?;
+    let threads_to_come = plan.runtime.threads_to_come();
+    limits::begin(addresses_before, plan.addresses_ahead(), threads_to_come);
+    Ok(plan)
 }
 
 /// Reserves numbers that the program cannot close for descriptors, while the result lives.
@@ -238,70 +291,69 @@ fn no_numbers(error: io::Error) -> String {
     format!("the runtime's descriptors have no numbers apart: {error} (--fillers needs none)")
 }
 
-/// Builds the runtime, on `table` or with descriptors of `window`.
-fn build(table: Option<Arc<Table>>, window: Option<&Window>) -> Result<Plan, String> {
-    let need = |name: &str| variable(name).ok_or(format!("{PREFIX}{name} is not set"));
-    let bytes = |text: &str, name: &str| -> Result<u64, String> {
-        text.parse().map_err(|e| format!("{PREFIX}{name}: {e}"))
-    };
+/// Builds the runtime, on `table` or with descriptors of `window`. In a child made by `fork` it has
+/// the options of its `parents`.
+fn build(
+    parents: Option<&Runtime>,
+    table: Option<Arc<Table>>,
+    window: Option<&Window>,
+) -> Result<Plan, String> {
     let share = match variable("SHARES") {
-        Some(socket) => Some(Share::connect(&socket)?),
+        Some(socket) => Some(Share::connect(&socket, window.is_some())?),
+        None if parents.is_some() => {
+            return Err("the budget is too small to be shared (4 MiB for each process)".to_owned());
+        }
         None => None,
-    };
-    let builder = if window.is_some() {
-        // The kernel is never given absent memory, so no right to handle its faults is needed.
-        Runtime::builder()
-            .fault_mode(FaultMode::InThread)
-            .user_mode_only(true)
-    } else {
-        Runtime::builder().fault_mode(FaultMode::Filler)
     };
     let redundancy: Redundancy = match variable("REDUNDANCY") {
         Some(text) => (text.parse()).map_err(|error| format!("{PREFIX}REDUNDANCY: {error}"))?,
         None => Redundancy::None,
     };
     let is_ordinary = variable("AT_ONCE").is_none();
-    let runtime = builder
-        .starts_late(is_ordinary && may_start_late())
-        .redundancy(redundancy)
-        .server(need("SERVER")?)
-        .budget(ByteSize(bytes(&need("BUDGET")?, "BUDGET")?))
-        .build()
-        .map_err(|error| error.to_string())?;
-    state::set_runtime(runtime.clone());
-    let asked = variable("CAPACITY");
-    let asked = asked.map(|text| bytes(&text, "CAPACITY")).transpose()?;
-    let size = match asked {
-        Some(asked) => Ok(Size::of_capacity(asked as usize)),
-        None => Size::of_room(&runtime, redundancy),
+    let starts_late = is_ordinary && may_start_late();
+    let built = match parents {
+        Some(parents) => parents.of_child(starts_late),
+        None => builder(redundancy, window.is_some())?
+            .starts_late(starts_late)
+            .build(),
+    };
+    let runtime = built.map_err(|error| error.to_string())?;
+    if parents.is_none() {
+        state::set_runtime(runtime.clone());
+    }
+    let asked = variable("CAPACITY").map(|text| bytes(&text, "CAPACITY"));
+    let asked = asked.transpose()?.map(Size::of_capacity);
+    let is_on_demand = asked.is_none() || parents.is_some() || variable("ON_DEMAND").is_some();
+    let mut size = match (asked, parents) {
+        (Some(asked), None) => Ok(asked),
+        (Some(asked), Some(_)) => Size::of_room(&runtime, redundancy).map(|room| room.min(&asked)),
+        (None, _) => Size::of_room(&runtime, redundancy),
     };
     let mut options = RegionOptions::new();
     // While all that is allocated fits the budget, memory is as without us.
     if is_ordinary {
         options = options.ordinary();
     }
-    let is_on_demand = variable("ON_DEMAND").is_some() || asked.is_none();
     if is_on_demand {
         options = options.reserve(Reserve::OnDemand);
     }
     let mut first = None;
     if let (Some(window), Ok(size)) = (window, &size) {
-        let on_demand = RegionOptions::new()
-            .reserve(Reserve::OnDemand)
-            .redundancy(Redundancy::None)
-            .ordinary();
-        let made = runtime.region_with(1, on_demand);
-        first = Some(made.map_err(|error| error.to_string())?);
-        let address = filter::place(size.bytes)?;
-        // SAFETY: reserved just now, for this alone.
+        first = Some(region_of_handler(&runtime)?);
+        let address = begin_filter(size.bytes)?;
+        // SAFETY: reserved for this alone.
         options = unsafe { options.address(address) };
-        signals::begin();
-        signal_stack::begin();
-        signal_stack::give();
         window.plug(if is_on_demand { 0 } else { NUMBERS_LEFT });
-        filter::install(address..address + size.bytes, window.numbers())?;
+        filter::install(address, window.numbers())?;
     }
-    let stats = variable("STATS").is_some();
+    if let (Some(_), true, Ok(size)) = (parents, signals::are_ours(), &mut size) {
+        // The inherited filter of system calls looks for these addresses.
+        let addresses = filter::place_again(state::all().count())?;
+        *size = size.min(&Size::exactly(addresses.len()));
+        // SAFETY: reserved for this alone.
+        options = unsafe { options.address(addresses.start) };
+    }
+    let stats = variable("STATS").is_some() && parents.is_none();
     // A server on this machine notices the end of a process by itself. Over a network the memory
     // there would stay for the time of a reconnection.
     let is_seen = variable("SERVER").is_some_and(|server| server.starts_with("shm:"));
@@ -332,6 +384,47 @@ fn may_start_late() -> bool {
             .any(limits_arenas)
 }
 
+/// Parses a number of bytes of the variable `name`.
+fn bytes(text: &str, name: &str) -> Result<u64, String> {
+    text.parse().map_err(|e| format!("{PREFIX}{name}: {e}"))
+}
+
+/// Returns the options of the runtime, as `farpage run` has passed them.
+fn builder(redundancy: Redundancy, in_thread: bool) -> Result<Builder, String> {
+    let need = |name: &str| variable(name).ok_or(format!("{PREFIX}{name} is not set"));
+    let builder = if in_thread {
+        // The kernel is never given absent memory, so no right to handle its faults is needed.
+        Runtime::builder()
+            .fault_mode(FaultMode::InThread)
+            .user_mode_only(true)
+    } else {
+        Runtime::builder().fault_mode(FaultMode::Filler)
+    };
+    Ok(builder
+        .redundancy(redundancy)
+        .server(need("SERVER")?)
+        .budget(ByteSize(bytes(&need("BUDGET")?, "BUDGET")?)))
+}
+
+/// Makes the region of [`Plan::first`].
+fn region_of_handler(runtime: &Runtime) -> Result<Region, String> {
+    let on_demand = RegionOptions::new()
+        .reserve(Reserve::OnDemand)
+        .redundancy(Redundancy::None)
+        .ordinary();
+    let made = runtime.region_with(1, on_demand);
+    made.map_err(|error| error.to_string())
+}
+
+/// Prepares for the filter of system calls. Returns the address of an arena of `bytes` bytes.
+fn begin_filter(bytes: usize) -> Result<usize, String> {
+    let address = filter::place(bytes)?;
+    signals::begin();
+    signal_stack::begin();
+    signal_stack::give();
+    Ok(address)
+}
+
 /// Size of an arena in bytes.
 struct Size {
     bytes: usize,
@@ -340,7 +433,8 @@ struct Size {
 }
 
 impl Size {
-    fn of_capacity(bytes: usize) -> Size {
+    fn of_capacity(bytes: u64) -> Size {
+        let bytes = bytes as usize;
         let surplus = bytes / SPARE_PART + SPARE_BYTES;
         Size {
             bytes: bytes.saturating_add(surplus),
@@ -363,11 +457,25 @@ impl Size {
             );
         }
         let most = Allowance::of_this_process().available_bytes;
-        let bytes = room.min(most.saturating_mul(MEMORIES)) as usize;
-        Ok(Size {
+        Ok(Size::exactly(
+            room.min(most.saturating_mul(MEMORIES)) as usize
+        ))
+    }
+
+    /// Returns a size without a surplus.
+    fn exactly(bytes: usize) -> Size {
+        Size {
             bytes,
             least: bytes,
-        })
+        }
+    }
+
+    /// Returns the smaller of two sizes.
+    fn min(&self, other: &Size) -> Size {
+        Size {
+            bytes: self.bytes.min(other.bytes),
+            least: self.least.min(other.least),
+        }
     }
 }
 
@@ -387,15 +495,17 @@ impl Plan {
         }
     }
 
-    fn make(self) -> Result<State, String> {
+    fn make(mut self) -> Result<State, String> {
         let size = self.size?;
+        if let Some(share) = &mut self.share {
+            share.take(&self.runtime)?;
+        }
+        // Other processes may have to give that share back first: other threads of the program open
+        // files meanwhile.
         let window = match (&self.table, self.is_on_demand) {
             (None, false) => Some(window()?),
             _ => None,
         };
-        if let Some(share) = self.share {
-            share.keep(self.runtime.clone(), self.table.is_none())?;
-        }
         use StoreCreateError::Alloc;
         let make = |bytes| self.runtime.arena_with(bytes, self.options.clone());
         let arena = match make(size.bytes) {
@@ -417,11 +527,22 @@ impl Plan {
             }
             error => error.to_string(),
         })?;
-        let regions = statics::make(&self.runtime, arena.region().page_bytes());
-        let regions = regions.map_err(|error| format!("static arrays: {error}"))?;
+        let regions = match state::is_child() {
+            // Those of the parent are inherited.
+            true => Vec::new(),
+            false => statics::make(&self.runtime, arena.region().page_bytes())
+                .map_err(|error| format!("static arrays: {error}"))?,
+        };
         (arena.add_beside(regions)).map_err(|error| format!("static arrays: {error}"))?;
         if let Some(window) = window {
             window.plug(0);
+        }
+        if let Some(share) = self.share {
+            share.keep(self.runtime.clone())?;
+        }
+        // A child that gets no arena keeps no runtime.
+        if state::is_child() {
+            state::set_runtime(self.runtime);
         }
         Ok(State::new(arena, self.first))
     }

@@ -106,7 +106,7 @@ pub(crate) unsafe extern "C" fn clone(
     tls: *mut c_void,
     child: *mut c_int,
 ) -> c_int {
-    if flags & libc::CLONE_VM != 0 || state::inherited().is_none() {
+    if flags & libc::CLONE_VM != 0 || state::newest().is_none() {
         keep(flags, locks::stack_below(stack.addr()));
         // SAFETY: the caller's promise.
         return unsafe { later_clone(start, stack, flags, argument, parent, tls, child) };

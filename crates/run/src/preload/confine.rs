@@ -70,7 +70,11 @@ pub(crate) unsafe fn confine<R>(
     filter: usize,
     install: impl FnOnce(usize) -> R,
 ) -> Option<R> {
-    if Inside::is() || state::runtime().is_none() {
+    if Inside::is() {
+        return Some(install(filter));
+    }
+    state::note_confined();
+    if state::runtime().is_none() {
         return Some(install(filter));
     }
     if operation as c_uint == libc::SECCOMP_SET_MODE_FILTER

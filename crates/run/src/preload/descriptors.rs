@@ -130,6 +130,12 @@ impl Drop for Window {
     }
 }
 
+/// Closes a descriptor, also one of the window: the filter refuses `close` alone.
+pub(crate) fn close(descriptor: u32) {
+    // SAFETY: a descriptor of this library.
+    unsafe { libc::syscall(libc::SYS_close_range, descriptor, descriptor, 0) };
+}
+
 /// Duplicates a descriptor. The copy has the lowest free number from `least` on.
 fn duplicate(descriptor: &OwnedFd, least: u32) -> io::Result<OwnedFd> {
     let (from, least) = (descriptor.as_raw_fd(), least as c_int);
@@ -157,7 +163,7 @@ next! {
 /// Returns the window, unless this process has none.
 fn window() -> Option<Range<u32>> {
     let window = FIRST.load(Ordering::Relaxed)..END.load(Ordering::Relaxed);
-    let is_ours = !window.is_empty() && !Inside::is() && !state::is_forked();
+    let is_ours = !window.is_empty() && !Inside::is() && !state::is_child();
     is_ours.then_some(window)
 }
 

@@ -72,13 +72,13 @@ pub(crate) fn note_copied() {
     note(COPIED);
 }
 
-/// Writes a line, once in a run, that the memory of a child made by `fork` is local.
-pub(crate) fn say_of_fork() {
+/// Writes a line, once in a run, that the memory of a child made by `fork` is local because of
+/// `why`.
+pub(crate) fn say_of_fork(why: &str) {
     if !note(FORK) {
-        say(
-            "a child made by fork asks for memory: what it allocates itself is local, and not under the budget. \
-             A program that is started by exec is interposed with --children",
-        );
+        say(&format!(
+            "what a child made by fork allocates is local, and not under the budget: {why}"
+        ));
     }
 }
 

@@ -31,7 +31,7 @@ use crate::{
     Inside, errno, guesses, limits,
     seccomp::{answer, jump, load, statement},
     set_errno, signals,
-    state::{self, is_remote},
+    state::{self, GENERATIONS, is_remote},
     statics,
 };
 
@@ -41,6 +41,10 @@ const WINDOW_BITS: u32 = 32;
 /// themselves, and far below executables and libraries.
 const PLACES: Range<usize> = 0x1000_0000_0000..0x5000_0000_0000;
 const PLACES_TRIED: usize = 64;
+/// Number of arenas that there are addresses for.
+static ARENAS: AtomicUsize = AtomicUsize::new(0);
+/// Number of windows of one arena.
+static WINDOWS: AtomicUsize = AtomicUsize::new(0);
 /// Size of the largest page: a region of whole pages fits a multiple of it.
 const RESERVED_BYTES: usize = 2 << 20;
 
@@ -63,15 +67,29 @@ fn is_in_window(at: usize) -> bool {
     FIRST.load(Ordering::Relaxed) <= upper && upper <= LAST.load(Ordering::Relaxed)
 }
 
-/// Reserves addresses for an arena of `bytes` bytes, and all addresses that share their upper
-/// halves. A process whose addresses are limited reserves only the arena's: the kernel maps nothing
-/// near them by itself.
+/// Reserves addresses for an arena of `bytes` bytes, for those of children made by `fork` as far as
+/// there is room, and all addresses that share their upper halves. A process whose addresses are
+/// limited reserves only its own arena's: the kernel maps nothing near them by itself.
 pub(crate) fn place(bytes: usize) -> Result<usize, String> {
-    let windows = bytes.div_ceil(1 << WINDOW_BITS);
-    let reserved = match limits::are_none() {
-        true => windows << WINDOW_BITS,
-        false => bytes.next_multiple_of(RESERVED_BYTES),
+    let of_one = bytes.div_ceil(1 << WINDOW_BITS);
+    let placed = match limits::are_none() {
+        false => place_arenas(1, of_one, bytes.next_multiple_of(RESERVED_BYTES))?,
+        true => (1..=GENERATIONS)
+            .rev()
+            .find_map(|arenas| {
+                place_arenas(arenas, of_one, (arenas * of_one) << WINDOW_BITS).transpose()
+            })
+            .transpose()?,
     };
+    placed.ok_or_else(|| format!(
+        "there are no addresses for an arena of {bytes} bytes; try a smaller --capacity, a larger `ulimit -v`, or --fillers"
+    ))
+}
+
+/// Reserves `reserved` bytes of addresses for `arenas` arenas of `of_one` windows each. Returns
+/// `None` if there is no such room.
+fn place_arenas(arenas: usize, of_one: usize, reserved: usize) -> Result<Option<usize>, String> {
+    let windows = arenas * of_one;
     let (first, places) = (
         PLACES.start >> WINDOW_BITS,
         (PLACES.end - PLACES.start) >> WINDOW_BITS,
@@ -90,15 +108,26 @@ pub(crate) fn place(bytes: usize) -> Result<usize, String> {
             unsafe { libc::syscall(libc::SYS_mmap, at, reserved, libc::PROT_NONE, flags, -1, 0) };
         if made as usize == at {
             if !is_filtered(at, windows)? {
-                return Ok(at);
+                WINDOWS.store(of_one, Ordering::Relaxed);
+                ARENAS.store(arenas, Ordering::Relaxed);
+                return Ok(Some(at));
             }
             // SAFETY: made just now, and nobody's.
             unsafe { libc::syscall(libc::SYS_munmap, at, reserved) };
         }
     }
-    Err(format!(
-        "there are no addresses for an arena of {bytes} bytes; try a smaller --capacity, a larger `ulimit -v`, or --fillers"
-    ))
+    Ok(None)
+}
+
+/// Returns addresses of an arena of a child made by `fork` that has inherited `before` arenas: the
+/// filter looks for them, too.
+pub(crate) fn place_again(before: usize) -> Result<Range<usize>, String> {
+    if before >= ARENAS.load(Ordering::Relaxed) {
+        return Err("in-thread faults need addresses that are reserved, and there are none: they are limited (`ulimit -v`), or the --capacity is too large (--fillers does without)".to_owned());
+    }
+    let windows = WINDOWS.load(Ordering::Relaxed);
+    let first = FIRST.load(Ordering::Relaxed) + before * windows;
+    Ok(first << WINDOW_BITS..(first + windows) << WINDOW_BITS)
 }
 
 /// True if an inherited filter looks at some of `windows` windows from `at` on: a filter of
@@ -158,16 +187,19 @@ pub(crate) fn is_available() -> Result<(), String> {
     }
 }
 
-/// Installs the filter: from now on this thread, and threads that it starts, may give memory at
-/// `addresses` to system calls. Calls that close or replace one of `descriptors` fail.
-pub(crate) fn install(addresses: Range<usize>, descriptors: Range<u32>) -> Result<(), String> {
-    FIRST.store(addresses.start >> WINDOW_BITS, Ordering::Relaxed);
-    LAST.store((addresses.end - 1) >> WINDOW_BITS, Ordering::Relaxed);
+/// Installs the filter: from now on this thread, and threads that it starts, may give memory of
+/// arenas to system calls. The first arena [begins](place) at `address`. Calls that close or
+/// replace one of `descriptors` fail.
+pub(crate) fn install(address: usize, descriptors: Range<u32>) -> Result<(), String> {
+    let windows = ARENAS.load(Ordering::Relaxed) * WINDOWS.load(Ordering::Relaxed);
+    let first = address >> WINDOW_BITS;
+    FIRST.store(first, Ordering::Relaxed);
+    LAST.store(first + windows - 1, Ordering::Relaxed);
     handle_sigsys()?;
     let mut filter = refuse_to_close(descriptors);
     filter.extend(refuse_rings());
     filter.extend(self::filter(
-        |bits| compare(&addresses, bits),
+        |bits| compare(first..first + windows, bits),
         &unless_ours(),
     ));
     set(&mut filter)?;
@@ -285,15 +317,13 @@ fn refuse_rings() -> [sock_filter; 3] {
     ]
 }
 
-/// Compares: jumps over the next statement if one of `arguments` is in the windows of `addresses`.
-fn compare(addresses: &Range<usize>, arguments: u8) -> Vec<sock_filter> {
-    let first = (addresses.start >> WINDOW_BITS) as u32;
-    let end = ((addresses.end - 1) >> WINDOW_BITS) as u32 + 1;
+/// Compares: jumps over the next statement if one of `arguments` is in `windows`.
+fn compare(windows: Range<usize>, arguments: u8) -> Vec<sock_filter> {
     compare_each(arguments, |_, upper| {
         vec![
             upper,
-            jump(libc::BPF_JGE, first, 0, 1),
-            jump(libc::BPF_JGE, end, 0, FOUND),
+            jump(libc::BPF_JGE, windows.start as u32, 0, 1),
+            jump(libc::BPF_JGE, windows.end as u32, 0, FOUND),
         ]
     })
 }

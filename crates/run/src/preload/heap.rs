@@ -14,7 +14,7 @@ use std::{
 use crate::{
     ALIGN, Inside,
     allocate::Holds,
-    arena, code, give_up, jemalloc, local, made, mixed, next, protect, set_errno, small,
+    arena, code, give_up, jemalloc, local, mixed, next, protect, set_errno, small,
     state::{self, State},
 };
 
@@ -31,10 +31,17 @@ fn is_local() -> bool {
     !mixed::is() && local::serves()
 }
 
+/// Returns the state if `block` lies in the arena of this process.
+fn own(block: *mut c_void) -> Option<&'static State> {
+    state::get().filter(|state| state.has(block as usize))
+}
+
 /// Allocates memory of the arena, and records where it begins.
 fn allocate(state: &State, bytes: usize, align: usize, holds: Holds) -> *mut c_void {
     let made = state.allocate(bytes, align, holds);
-    made::add(made as usize);
+    if !made.is_null() {
+        state.note_made(made as usize);
+    }
     made
 }
 
@@ -166,7 +173,7 @@ pub(crate) unsafe extern "C" fn free(old: *mut c_void) {
         // SAFETY: the caller's promise.
         return unsafe { local::free(old) };
     }
-    if !made::holds(old as usize) {
+    if !state::is_made(old as usize) {
         // SAFETY: the caller's promise.
         return unsafe {
             if jemalloc::owns(old as usize) {
@@ -177,8 +184,8 @@ pub(crate) unsafe extern "C" fn free(old: *mut c_void) {
             }
         };
     }
-    // In a child made by `fork` nothing is freed.
-    let (Some(state), Some(old)) = (state::get(), NonNull::new(old)) else {
+    // An inherited block is not freed.
+    let (Some(state), Some(old)) = (own(old), NonNull::new(old)) else {
         return;
     };
     let _inside = Inside::enter();
@@ -189,7 +196,7 @@ pub(crate) unsafe extern "C" fn free(old: *mut c_void) {
     if !protect::lift_allocated(state, &(start..start + bytes)) {
         return;
     }
-    made::remove(start);
+    state.forget_made(start);
     // SAFETY: the caller's promise. A page that cannot be discarded now is tried again.
     let _ = unsafe { state.arena.deallocate(old.cast()) };
 }
@@ -199,7 +206,7 @@ pub(crate) unsafe extern "C" fn free(old: *mut c_void) {
 /// # Safety
 /// As `realloc`.
 unsafe extern "C" fn realloc_for(old: *mut c_void, bytes: usize, caller: usize) -> *mut c_void {
-    let is_ours = made::holds(old as usize);
+    let is_ours = state::is_made(old as usize);
     if old.is_null() {
         // SAFETY: any size is fine.
         return unsafe { malloc_for(bytes, caller) };
@@ -233,13 +240,13 @@ unsafe extern "C" fn realloc_for(old: *mut c_void, bytes: usize, caller: usize) 
     let stays = serves(bytes).is_some() || Inside::is();
     if is_ours
         && stays
-        && let (Some(state), Some(old)) = (state::get(), NonNull::new(old.cast()))
+        && let (Some(state), Some(old)) = (own(old), NonNull::new(old.cast()))
     {
         let start = old.as_ptr() as usize;
-        made::remove(start);
+        state.forget_made(start);
         // SAFETY: the caller's promise.
         let made = unsafe { state.reallocate(old, bytes) };
-        made::add(if made.is_null() { start } else { made as usize });
+        state.note_made(if made.is_null() { start } else { made as usize });
         return made;
     }
     // SAFETY: the caller's promise; both have as many bytes as are copied.
@@ -264,7 +271,7 @@ pub(crate) unsafe extern "C" fn malloc_usable_size(of: *mut c_void) -> usize {
         // SAFETY: the caller's promise.
         return unsafe { local::usable(of) };
     }
-    if !made::holds(of as usize) {
+    if !state::is_made(of as usize) {
         // SAFETY: the caller's promise.
         return unsafe {
             match jemalloc::owns(of as usize) {
@@ -273,7 +280,7 @@ pub(crate) unsafe extern "C" fn malloc_usable_size(of: *mut c_void) -> usize {
             }
         };
     }
-    let (Some(state), Some(of)) = (state::inherited(), NonNull::new(of.cast())) else {
+    let (Some(state), Some(of)) = (state::of(of as usize), NonNull::new(of.cast())) else {
         return 0;
     };
     let _inside = Inside::enter();

@@ -47,6 +47,11 @@ pub(crate) fn addresses() -> u64 {
     pages.unwrap_or(0u64) * KERNEL_PAGE_BYTES as u64
 }
 
+/// Returns the bytes of addresses that the program has mapped, roughly in a child made by `fork`.
+pub(crate) fn addresses_of_program() -> u64 {
+    addresses().saturating_sub(OURS.load(Ordering::Relaxed))
+}
+
 /// Notes the addresses that the runtime takes: those beyond `before`, up to `lent` bytes that a
 /// server on this machine lends, and those of `threads_to_come`.
 pub(crate) fn begin(before: u64, lent: u64, threads_to_come: usize) {

@@ -7,16 +7,17 @@
 use std::{
     ffi::{c_int, c_uint, c_void},
     ops::Range,
+    process,
     ptr::{self, NonNull},
     slice,
-    sync::atomic::{AtomicI32, Ordering},
+    sync::atomic::{AtomicI32, AtomicU32, Ordering},
 };
 
 use farpage::Ranges;
 use farpage_signals::Mutex;
 
 use crate::{
-    Inside, answer, arena, fail, made,
+    Inside, answer, arena, fail,
     mappings::{self, Map},
     next::Next,
     say_once, signal_stack, signals,
@@ -27,9 +28,21 @@ use crate::{
 /// kernel is not told: it would lock the runtime's mappings, too.
 static LOCKS_ALL: AtomicI32 = AtomicI32::new(0);
 
+/// Process that has set [`LOCKS_ALL`]: its children have no locks.
+static LOCKER: AtomicU32 = AtomicU32::new(0);
+
+/// Returns the flags of `mlockall` if this process locks memory that is made from now on; else 0.
+fn locks_all() -> c_int {
+    match LOCKS_ALL.load(Ordering::Relaxed) {
+        0 => 0,
+        _ if LOCKER.load(Ordering::Relaxed) != process::id() => 0,
+        flags => flags,
+    }
+}
+
 /// True if the program locks all memory that is made from now on.
 pub(crate) fn lock_all() -> bool {
-    LOCKS_ALL.load(Ordering::Relaxed) != 0
+    locks_all() != 0
 }
 
 /// Locks fresh memory of the arena, if the program locks all. Returns false if that fails.
@@ -279,6 +292,7 @@ pub(crate) unsafe extern "C" fn mlockall(flags: c_int) -> c_int {
         );
     }
     mappings::expect_some();
+    LOCKER.store(process::id(), Ordering::Relaxed);
     LOCKS_ALL.store(if is_for_all { flags } else { 0 }, Ordering::Relaxed);
     0
 }
@@ -316,7 +330,7 @@ fn lock_allocations(state: &State) -> Result<(), c_int> {
 
 /// Locks memory that the kernel has just mapped, if the program locks all. The error is an `errno`.
 pub(crate) fn mapped_by_kernel(address: *mut c_void, bytes: usize) -> Result<(), c_int> {
-    let flags = LOCKS_ALL.load(Ordering::Relaxed);
+    let flags = locks_all();
     if flags == 0 || Inside::is() || state::get().is_none() {
         return Ok(());
     }
@@ -424,12 +438,12 @@ pub(crate) fn stack_below(top: usize) -> Option<Range<usize>> {
     if let Some(part) = state::statics().iter().find(|part| part.contains(&last)) {
         return Some(part.start.max(top.saturating_sub(STACK_BYTES))..top);
     }
-    let Some(state) = state::get() else {
+    let Some(state) = state::get().filter(|state| state.has(last)) else {
         return Some(page..top);
     };
     let addresses = state.arena.addresses();
     let known = pages_below(addresses.start.max(top.saturating_sub(STACK_MAX)))
-        .find(|&start| made::holds(start))
+        .find(|&start| state.is_made(start))
         .filter(|&start| {
             let bytes = NonNull::new(ptr::with_exposed_provenance_mut(start))
                 .and_then(|start| state.arena.usable_bytes(start));

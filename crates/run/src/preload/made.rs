@@ -1,4 +1,4 @@
-//! The addresses in the arena at which allocations of `heap.rs` begin.
+//! Addresses in an arena at which allocations of `heap.rs` begin: [`Made`].
 //!
 //! The next allocator in line maps memory of the arena like any caller. Blocks that it cuts out of
 //! its mappings are its own, so an address in the arena does not tell whose an allocation is.
@@ -6,48 +6,40 @@
 //! The rule it keeps: a look-up takes no lock and no system call, since it is done for each small
 //! object that the next allocator frees.
 
-use std::{
-    ptr,
-    sync::atomic::{AtomicPtr, AtomicU64, Ordering},
-};
+use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::state::{self, KERNEL_PAGE_BYTES};
+/// A bit for each kernel page of an arena, by the page's number in the arena.
+pub(crate) struct Made(Box<[AtomicU64]>);
 
-/// A bit for each kernel page of the arena. Null before the arena exists.
-static BITS: AtomicPtr<AtomicU64> = AtomicPtr::new(ptr::null_mut());
+impl Made {
+    /// Makes the record of an arena of `pages` kernel pages, without allocations.
+    pub(crate) fn new(pages: usize) -> Made {
+        let words = vec![0_u64; pages.div_ceil(64)];
+        // Parts that are never touched take no memory, so the zeros must not be copied.
+        // SAFETY: an atomic number has the layout of a number, and nobody else has the words.
+        let words = unsafe { Box::from_raw(Box::into_raw(words.into_boxed_slice()) as *mut _) };
+        Made(words)
+    }
 
-/// Makes the bits. Called once, before the first allocation in an arena of `bytes` bytes.
-pub(crate) fn begin(bytes: usize) {
-    // Parts that are never touched take no memory.
-    let words = vec![0_u64; bytes.div_ceil(KERNEL_PAGE_BYTES).div_ceil(64)];
-    let words: &'static mut [u64] = Box::leak(words.into_boxed_slice());
-    BITS.store(words.as_mut_ptr().cast(), Ordering::Release);
-}
-
-/// Records that an allocation begins at `address` in the arena.
-pub(crate) fn add(address: usize) {
-    if let Some((word, bit)) = bit(address) {
+    /// Records that an allocation begins in `page`.
+    pub(crate) fn add(&self, page: usize) {
+        let (word, bit) = self.bit(page);
         word.fetch_or(bit, Ordering::Relaxed);
     }
-}
 
-/// Removes the record of an allocation that its owner is about to free or move.
-pub(crate) fn remove(address: usize) {
-    if let Some((word, bit)) = bit(address) {
+    /// Removes the record of an allocation that its owner is about to free or move.
+    pub(crate) fn remove(&self, page: usize) {
+        let (word, bit) = self.bit(page);
         word.fetch_and(!bit, Ordering::Relaxed);
     }
-}
 
-/// True if an allocation begins in the page of `address`. In a child made by `fork`: as it was at
-/// the fork.
-pub(crate) fn holds(address: usize) -> bool {
-    bit(address).is_some_and(|(word, bit)| word.load(Ordering::Relaxed) & bit != 0)
-}
+    /// True if an allocation begins in `page`.
+    pub(crate) fn holds(&self, page: usize) -> bool {
+        let (word, bit) = self.bit(page);
+        word.load(Ordering::Relaxed) & bit != 0
+    }
 
-fn bit(address: usize) -> Option<(&'static AtomicU64, u64)> {
-    let page = state::offset(address)? / KERNEL_PAGE_BYTES;
-    // SAFETY: as many words as the arena has pages for, never given back; made by `begin` before
-    // there are addresses of the arena.
-    let word = unsafe { &*BITS.load(Ordering::Acquire).add(page / 64) };
-    Some((word, 1 << (page % 64)))
+    fn bit(&self, page: usize) -> (&AtomicU64, u64) {
+        (&self.0[page / 64], 1 << (page % 64))
+    }
 }

@@ -133,7 +133,11 @@ fn map_within(state: &State, whole: usize, protection: c_int) -> Option<*mut c_v
     }
     let _inside = Inside::enter();
     // Another thread may have been faster.
-    let made = state.arena.allocate(whole, KERNEL_PAGE_BYTES).ok()?;
+    let made = match protection {
+        libc::PROT_NONE => state.arena.allocate_idle(whole, KERNEL_PAGE_BYTES),
+        _ => state.arena.allocate(whole, KERNEL_PAGE_BYTES),
+    };
+    let made = made.ok()?;
     let addresses = made.as_ptr() as usize..made.as_ptr() as usize + whole;
     state.note_peak();
     let mut map = mappings::change();
@@ -286,12 +290,14 @@ pub(crate) unsafe fn map_plain(
     addresses: &Range<usize>,
     protection: c_int,
 ) -> Result<(), c_int> {
+    // A refusal comes before anything is given up.
+    protect::begin_use(state, addresses, protection)?;
     for (part, is_ceded) in map.parts(addresses, |fact| fact.is_ceded) {
         if !is_ceded {
             locks::unlock(map, state, &part);
             // SAFETY: the program gives the contents up.
             unsafe { protect::discard(map, state, &part) }.map_err(|_| libc::ENOMEM)?;
-            protect::set(map, &part, protection).map_err(|_| libc::ENOMEM)?;
+            protect::set_empty(map, state, &part, protection).map_err(|_| libc::ENOMEM)?;
             continue;
         }
         let whole = state.whole_pages_of(&part);
@@ -306,7 +312,7 @@ pub(crate) unsafe fn map_plain(
             if !unsafe { foreign::regain(map, state, &whole) } {
                 return Err(libc::ENOMEM);
             }
-            protect::set(map, &whole, protection).map_err(|_| libc::ENOMEM)?;
+            protect::set_empty(map, state, &whole, protection).map_err(|_| libc::ENOMEM)?;
         }
     }
     Ok(())

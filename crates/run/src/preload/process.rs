@@ -1,14 +1,16 @@
 //! Processes and threads: `fork` and its kind, and `pthread_create`. `clone.rs` has `clone`.
 //!
-//! A child made by `fork` has what its parent had, and takes no more memory of the arena. The rule:
-//! a call that copies the process fails with a line where the child would not have all memory.
+//! A child made by `fork` has what its parent had, and an arena of its own for what it allocates
+//! itself. The rule: a call that copies the process fails with a line where the child would not
+//! have all memory.
 
 use std::{
+    array,
     cell::UnsafeCell,
     ffi::{c_char, c_int, c_void},
     mem,
     sync::{
-        RwLockReadGuard,
+        RwLockWriteGuard,
         atomic::{AtomicBool, Ordering},
     },
 };
@@ -16,10 +18,11 @@ use std::{
 use farpage::{ArenaHold, fork::Hooks};
 
 use crate::{
-    INSIDE, Inside, STARTING, errno, family,
+    INSIDE, Inside, STARTING, errno, family, local,
     mappings::{self, Map},
     next::{self, Start as ThreadStart, next},
-    report, say, set_errno, share, signal_stack, signals, state,
+    report, say, set_errno, share, signal_stack, signals,
+    state::{self, GENERATIONS},
     thread_stacks::LocalStack,
 };
 
@@ -52,17 +55,39 @@ pub(crate) unsafe extern "C" fn __register_atfork(
     child: ForkHandler,
     library: *mut c_void,
 ) -> c_int {
-    static HAS_BEGUN: AtomicBool = AtomicBool::new(false);
-    if !Inside::is() && !HAS_BEGUN.swap(true, Ordering::Relaxed) {
+    if !Inside::is() {
         let _inside = Inside::enter();
-        farpage::fork::register();
+        register();
     }
     // SAFETY: the caller's promise.
     unsafe { later_register_atfork(prepare, parent, child, library) }
 }
 
+/// Registers the runtime's handlers, once.
+fn register() {
+    static HAS_BEGUN: AtomicBool = AtomicBool::new(false);
+    if !HAS_BEGUN.swap(true, Ordering::Relaxed) {
+        farpage::fork::register();
+        // SAFETY: the handler may run at any fork.
+        unsafe { libc::pthread_atfork(None, None, Some(begin_child)) };
+    }
+}
+
+/// Begins a child made by `fork`, after its absent pages are caught. Calls without handlers
+/// (`_Fork`, raw ones) leave the C library's locks as they were: their children make no arena.
+unsafe extern "C" fn begin_child() {
+    if state::is_child() {
+        share::begin_child();
+        state::begin_child();
+        local::begin_child();
+        report::begin_child();
+        HAS_THREADS.store(false, Ordering::Relaxed);
+    }
+}
+
 /// Prepares for forks: each is begun by a wrapper of this file.
 pub(crate) fn begin() {
+    register();
     farpage::fork::leave_to_caller(Hooks {
         freezing,
         frozen,
@@ -75,7 +100,7 @@ pub(crate) fn begin() {
 /// memory: a line says why.
 pub(crate) fn begins() -> bool {
     state::begin_fork();
-    if Inside::is() || state::inherited().is_none() {
+    if Inside::is() || state::newest().is_none() {
         return true;
     }
     let began = {
@@ -92,18 +117,25 @@ pub(crate) fn begins() -> bool {
     began.is_ok()
 }
 
-/// Locks on what a child looks up: the map of the arena, and the arena's record of allocations.
-struct Held(
-    UnsafeCell<(
-        Option<RwLockReadGuard<'static, Map>>,
-        Option<ArenaHold<'static>>,
-    )>,
-);
+/// Locks that a child finds free.
+#[derive(Default)]
+struct Holds {
+    /// The map of arenas' addresses.
+    map: Option<RwLockWriteGuard<'static, Map>>,
+    /// The records of the allocations of all arenas.
+    records: [Option<ArenaHold<'static>>; GENERATIONS],
+}
+
+/// Locks that the thread which forks has.
+struct Held(UnsafeCell<Holds>);
 
 // SAFETY: for the thread that forks alone, of which there is one at a time.
 unsafe impl Sync for Held {}
 
-static HELD: Held = Held(UnsafeCell::new((None, None)));
+static HELD: Held = Held(UnsafeCell::new(Holds {
+    map: None,
+    records: [const { None }; GENERATIONS],
+}));
 
 /// Freezes the process for a call that runs no handlers. Returns false, with an `errno`, if the
 /// child would not have all memory: the call fails.
@@ -121,21 +153,26 @@ pub(crate) fn end(in_child: bool) {
     let before = errno();
     farpage::fork::end(in_child);
     state::end_fork();
+    if in_child {
+        share::begin_child();
+    }
     set_errno(before);
 }
 
 /// Waits for calls that change mappings, and keeps others from beginning. Such a call waits
 /// for the end of the fork once reclaim is frozen, so that its lock is to be awaited before.
 fn freezing() {
-    let hold = state::get().map(|_| mappings::look());
+    let hold = state::newest().map(|_| mappings::change());
     // SAFETY: this thread forks.
-    unsafe { (*HELD.0.get()).0 = hold };
+    unsafe { (*HELD.0.get()).map = hold };
 }
 
 fn frozen() {
-    let hold = state::get().map(|state| state.arena.hold());
+    let mut arenas = state::all();
+    let holds = array::from_fn(|_| arenas.next().map(|state| state.arena.hold()));
+    debug_assert!(arenas.next().is_none(), "a line of forks has few arenas");
     // SAFETY: this thread forks.
-    unsafe { (*HELD.0.get()).1 = hold };
+    unsafe { (*HELD.0.get()).records = holds };
 }
 
 fn ended(in_child: bool) {
@@ -143,10 +180,6 @@ fn ended(in_child: bool) {
     drop(unsafe { mem::take(&mut *HELD.0.get()) });
     if !in_child && state::get().is_some() {
         family::note_copied();
-    }
-    if in_child {
-        share::forget();
-        state::serve_none();
     }
 }
 
@@ -207,9 +240,9 @@ pub(crate) unsafe extern "C" fn _Fork() -> c_int {
 /// As `daemon`.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn daemon(keeps_folder: c_int, keeps_streams: c_int) -> c_int {
-    if state::inherited().is_none() {
+    if state::newest().is_none() {
         if state::starts_interposed() {
-            family::say_of_fork();
+            family::say_of_fork("the launcher does not wait for a daemon without remote memory");
         }
         // SAFETY: the caller's promise.
         return unsafe { later_daemon(keeps_folder, keeps_streams) };

@@ -6,7 +6,7 @@
 //! The rule it keeps: memory that is given back to the arena is neither protected nor locked.
 
 use std::{
-    ffi::{c_int, c_uchar, c_void},
+    ffi::{c_int, c_long, c_uchar, c_void},
     ops::Range,
 };
 
@@ -21,17 +21,60 @@ use crate::{
     state::{self, KERNEL_PAGE_BYTES, State},
 };
 
+/// All bits of a protection; 8 is `PROT_SEM`.
+const ALL: c_int = PLAIN | libc::PROT_EXEC | 8;
+
 /// Protects addresses of the arena, or lifts a protection. The error is an `errno`.
 pub(crate) fn set(map: &mut Map, addresses: &Range<usize>, protection: c_int) -> Result<(), c_int> {
     match protection == PLAIN && !map.has(addresses, Fact::is_protected) {
         true => Ok(()),
-        false => change(map, addresses, protection),
+        false => change(map, addresses, protection, || {
+            protects(addresses, protection)
+        }),
     }
 }
 
-fn change(map: &mut Map, addresses: &Range<usize>, protection: c_int) -> Result<(), c_int> {
+/// Protects used addresses of the arena that hold nothing, as [`set`] does. Without access they are
+/// not used any more. The error is an `errno`.
+pub(crate) fn set_empty(
+    map: &mut Map,
+    state: &State,
+    addresses: &Range<usize>,
+    protection: c_int,
+) -> Result<(), c_int> {
+    set(map, addresses, protection)?;
+    if protection == libc::PROT_NONE {
+        state.arena.end_use(addresses);
+    }
+    Ok(())
+}
+
+/// Counts addresses of the arena as used that are to have a protection. The error is an `errno`.
+pub(crate) fn begin_use(
+    state: &State,
+    addresses: &Range<usize>,
+    protection: c_int,
+) -> Result<(), c_int> {
+    if protection == libc::PROT_NONE {
+        return Ok(());
+    }
+    let begun = state.arena.begin_use(addresses);
+    begun.map_err(|error| {
+        say_once(&format!("memory cannot be made accessible: {error}"));
+        libc::ENOMEM
+    })?;
+    state.note_peak();
+    Ok(())
+}
+
+fn change(
+    map: &mut Map,
+    addresses: &Range<usize>,
+    protection: c_int,
+    protect: impl FnOnce() -> Result<(), c_int>,
+) -> Result<(), c_int> {
     mappings::expect_some();
-    protects(addresses, protection)?;
+    protect()?;
     map.change(addresses, |fact| fact.protection = protection);
     Ok(())
 }
@@ -110,7 +153,7 @@ pub(crate) fn restore(
 /// Protects and locks the addresses by which a mapping has grown, as its last byte is.
 pub(crate) fn extend(map: &mut Map, state: &State, added: &Range<usize>) {
     let last = map.at(added.start - 1);
-    let _ = set(map, added, last.protection);
+    let _ = set_empty(map, state, added, last.protection);
     if last.is_locked {
         // As the kernel does: without room, the added memory is not locked.
         let _ = lock_range(map, state, added, Some(0));
@@ -183,21 +226,59 @@ pub(crate) unsafe extern "C" fn mprotect(
     bytes: usize,
     protection: c_int,
 ) -> c_int {
+    // SAFETY: the caller's promise.
+    unsafe { protect_with(libc::SYS_mprotect, address, bytes, [protection, 0]) }
+}
+
+/// `pkey_mprotect`.
+///
+/// # Safety
+/// As `pkey_mprotect`.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn pkey_mprotect(
+    address: *mut c_void,
+    bytes: usize,
+    protection: c_int,
+    key: c_int,
+) -> c_int {
+    // SAFETY: the caller's promise.
+    unsafe { protect_with(libc::SYS_pkey_mprotect, address, bytes, [protection, key]) }
+}
+
+/// Makes a system call that protects addresses, with its arguments behind these.
+///
+/// # Safety
+/// As `mprotect`.
+unsafe fn protect_with(
+    number: c_long,
+    address: *mut c_void,
+    bytes: usize,
+    [protection, key]: [c_int; 2],
+) -> c_int {
+    // What the kernel refuses changes nothing.
+    let is_known = (address as usize).is_multiple_of(KERNEL_PAGE_BYTES) && protection & !ALL == 0;
+    let call = |part: &Range<usize>| {
+        // SAFETY: the program's own memory, and its own wish.
+        unsafe { mappings::done(number, part, [protection as usize, key as usize]) }
+    };
     match state::allocated(address, bytes) {
-        // SAFETY: the caller's promise.
-        None => unsafe { libc::syscall(libc::SYS_mprotect, address, bytes, protection) as c_int },
         Some((_, _, false)) => fail(libc::ENOMEM),
-        Some((_, addresses, true)) => {
+        Some((state, addresses, true)) if is_known => {
             let inside = Inside::enter();
             let mut map = mappings::change();
             let mut parts = map.parts(&addresses, |fact| fact.is_ceded).into_iter();
-            let changed = parts.try_for_each(|(part, is_ceded)| match is_ceded {
-                true => protects(&part, protection),
-                false => change(&mut map, &part, protection),
+            let changed = parts.try_for_each(|(part, is_ceded)| {
+                if is_ceded {
+                    return call(&part);
+                }
+                begin_use(state, &part, protection)?;
+                change(&mut map, &part, protection, || call(&part))
             });
             drop((map, inside));
             answer(changed)
         }
+        // SAFETY: the caller's promise.
+        _ => unsafe { libc::syscall(number, address, bytes, protection, key) as c_int },
     }
 }
 
@@ -300,7 +381,10 @@ fn advise(map: &Map, state: &State, addresses: &Range<usize>, advice: c_int) -> 
         }
         libc::MADV_DONTNEED | libc::MADV_FREE => {
             // SAFETY: the program gives the contents up.
-            unsafe { discard(map, state, addresses) }
+            unsafe { discard(map, state, addresses) }?;
+            let barred = map.those(addresses, |fact| fact.protection == libc::PROT_NONE);
+            barred.iter().for_each(|part| state.arena.end_use(part));
+            Ok(())
         }
         libc::MADV_DONTNEED_LOCKED => {
             // SAFETY: as above.

@@ -74,14 +74,13 @@ pub(crate) unsafe extern "C" fn mremap(
     flags: c_int,
     new_address: *mut c_void,
 ) -> *mut c_void {
-    let old = state::ours(address, bytes);
-    if let Some(old) = &old
-        && state::is_forked()
-        && !mappings::was_ceded(old)
+    if let Some(old) = state::inherited(address, bytes)
+        && !mappings::was_ceded(&old)
     {
         // SAFETY: the caller's promise.
-        return unsafe { remap_copy(old.clone(), new_bytes, flags) };
+        return unsafe { remap_copy(old, new_bytes, flags) };
     }
+    let old = state::ours(address, bytes);
     let is_fixed = flags & libc::MREMAP_FIXED != 0;
     let new = is_fixed
         .then(|| state::ours(new_address, new_bytes))

@@ -55,6 +55,12 @@ pub(crate) fn begin(stats: bool) -> Result<(), String> {
     Ok(())
 }
 
+/// Begins a child made by `fork`, which has no such thread and writes no lines.
+pub(crate) fn begin_child() {
+    WORD.store(NONE, Ordering::Release);
+    STANDARD_ERROR.store(-1, Ordering::Relaxed);
+}
+
 fn when_asked() {
     loop {
         match WORD.load(Ordering::Acquire) {
@@ -147,7 +153,7 @@ fn lines(runtime: &Runtime, state: Option<&State>) -> Vec<String> {
         && state.arena.is_ordinary()
     {
         lines.push(format!(
-            "ordinary: all {} that were allocated at once fitted the budget ({}), so that nothing became remote",
+            "ordinary: all {} that were accessible at once fitted the budget ({}), so that nothing became remote",
             size((state.peak_bytes() + state.arena.beside_bytes()) as u64),
             size(pager.budget_bytes),
         ));
@@ -155,7 +161,7 @@ fn lines(runtime: &Runtime, state: Option<&State>) -> Vec<String> {
     if let Some(begun) = state.and_then(|state| state.arena.begun()) {
         lines.push(format!(
             "ordinary up to {}, and under paging from then on, which began within {:.1} ms",
-            size(begun.allocated_bytes as u64 + statics),
+            size(begun.used_bytes as u64 + statics),
             begun.took.as_secs_f64() * 1e3,
         ));
     }
@@ -163,7 +169,7 @@ fn lines(runtime: &Runtime, state: Option<&State>) -> Vec<String> {
         && pager.fills > 0
     {
         lines.push(format!(
-            "at most {} in the arena{of_statics}, {} of it in local memory (budget {}), and {} allocated; {} faults, {} pages came in, {} of them ahead, \
+            "at most {} in the arena{of_statics}, {} of it in local memory (budget {}), and {} accessible; {} faults, {} pages came in, {} of them ahead, \
              {} left, {} of them unchanged; {} read, {} written",
             size((state.arena.touched_peak_bytes() + state.arena.beside_bytes()) as u64),
             size(pager.peak_resident_bytes),

@@ -1,14 +1,19 @@
 //! Share of this process in the budget, if `farpage run --children` divides it.
 //!
 //! The rule it keeps: memory that is asked back is given back before the answer. A thread of our
-//! own listens, and checks ten times a second whether the program wants more.
+//! own listens. Unless the whole budget is this process's, the thread checks ten times a second
+//! whether the program wants more.
 //!
 //! The wire is described in `shares.rs`.
 
 use std::{
     io::{Error, ErrorKind, Read, Write},
+    net::Shutdown,
     os::{fd::AsRawFd, unix::net::UnixStream},
-    sync::atomic::{AtomicI32, Ordering},
+    sync::{
+        atomic::{AtomicI32, Ordering},
+        mpsc::{SyncSender, sync_channel},
+    },
     thread,
     time::{Duration, Instant},
 };
@@ -16,7 +21,7 @@ use std::{
 use farpage::{ByteSize, Runtime};
 
 use crate::{
-    say_once, small,
+    descriptors, say_once, small,
     state::{self, State},
 };
 
@@ -35,41 +40,83 @@ static CONNECTION: AtomicI32 = AtomicI32::new(-1);
 pub(crate) struct Share {
     stream: UnixStream,
     bytes: u64,
+    /// Bytes of the whole budget.
+    budget: u64,
+    /// The thread, which waits for [`keep`](Share::keep). A thread that starts later may wait for
+    /// the loader's lock, whose holder may wait for the arena.
+    listener: SyncSender<(Share, Runtime)>,
+}
+
+impl Drop for Share {
+    /// Gives the share back. With in-thread faults a close alone would not: the filter of system
+    /// calls refuses it.
+    fn drop(&mut self) {
+        // Fails where the launcher is gone.
+        let _ = self.stream.shutdown(Shutdown::Both);
+    }
 }
 
 impl Share {
-    /// Connects to the launcher. A share is taken by [`keep`](Self::keep).
-    pub(crate) fn connect(socket: &str) -> Result<Share, String> {
+    /// Connects to the launcher. A share is taken by [`take`](Self::take). `is_programs`: the
+    /// connection is in the program's table, of which a child made by `fork` gets a copy.
+    pub(crate) fn connect(socket: &str, is_programs: bool) -> Result<Share, String> {
         let stream = UnixStream::connect(socket).map_err(|error| no(&error))?;
-        Ok(Share { stream, bytes: 0 })
+        // Here already: the first call of a function that we interpose waits for the loader's lock.
+        let patient = stream.set_read_timeout(Some(PATIENCE));
+        patient.map_err(|error| no(&error))?;
+        if is_programs {
+            CONNECTION.store(stream.as_raw_fd(), Ordering::Relaxed);
+        }
+        let (listener, listening) = sync_channel::<(Share, Runtime)>(1);
+        let thread = thread::Builder::new().name("farpage-share".into());
+        let listen = move || {
+            if let Ok((share, runtime)) = listening.recv() {
+                share.listen(&runtime);
+            }
+        };
+        farpage_tables::spawn(thread, listen).map_err(|error| no(&error))?;
+        Ok(Share {
+            stream,
+            bytes: 0,
+            budget: 0,
+            listener,
+        })
     }
 
-    /// Waits for the first share, keeps the runtime to it, and asks for as much as the program
-    /// allocates. `is_programs`: the connection is in the program's table, of which a child made by
-    /// `fork` gets a copy.
-    pub(crate) fn keep(mut self, runtime: Runtime, is_programs: bool) -> Result<(), String> {
-        if is_programs {
-            CONNECTION.store(self.stream.as_raw_fd(), Ordering::Relaxed);
-        }
+    /// Waits for the first share, and gives it to the runtime, before the arena is made: that is
+    /// ordinary memory up to its budget. The share goes back with the connection, unless it is
+    /// [kept](Self::keep).
+    pub(crate) fn take(&mut self, runtime: &Runtime) -> Result<(), String> {
+        self.budget = runtime.stats().pager.budget_bytes;
         self.bytes = self.first().map_err(|error| no(&error))?;
-        // Before the arena is made, which is ordinary memory up to its budget.
         runtime.set_budget(ByteSize(self.bytes));
         small::set_budget(self.bytes);
-        let no = |error| format!("cannot keep to a share of the budget: {error}");
-        self.stream.set_read_timeout(Some(LOOK)).map_err(no)?;
-        let thread = thread::Builder::new().name("farpage-share".into());
-        farpage_tables::spawn(thread, move || self.listen(&runtime)).map_err(no)?;
         Ok(())
+    }
+
+    /// Keeps the runtime to the share from now on, and asks for as much as the program allocates.
+    pub(crate) fn keep(self, runtime: Runtime) -> Result<(), String> {
+        let listener = self.listener.clone();
+        let sent = listener.send((self, runtime));
+        sent.map_err(|_| "the thread that keeps to a share of the budget has ended".to_owned())
     }
 
     /// Asks for a share, and waits for it.
     fn first(&mut self) -> std::io::Result<u64> {
         self.say(WANTS, 0)?;
-        self.stream.set_read_timeout(Some(PATIENCE))?;
         match read(&mut self.stream) {
-            Ok(0) => Err(Error::other(
-                "too many programs share the budget: each needs 4 MiB at least; raise --budget, or run without --children",
-            )),
+            Ok(0) => {
+                let without = match state::has_children_interposed() {
+                    true => ", or run without --children",
+                    false => "",
+                };
+                Err(Error::other(format!(
+                    "too many programs share the budget: each needs 4 MiB at least; raise --budget{without}"
+                )))
+            }
+            Err(error) if error.kind() == ErrorKind::UnexpectedEof => {
+                Err(Error::other("farpage run has ended with its program"))
+            }
             Err(error) if is_timeout(&error) => Err(Error::other(format!(
                 "none became free within {} s: other programs have it pinned, or are stopped; raise --budget",
                 PATIENCE.as_secs()
@@ -79,31 +126,48 @@ impl Share {
     }
 
     fn listen(mut self, runtime: &Runtime) {
-        let (mut wants, mut is_made) = (0, false);
+        let (mut wants, mut is_made) = (None, false);
         loop {
-            match read(&mut self.stream) {
-                Ok(bytes) => self.bytes = self.obey(runtime, bytes),
-                Err(error) if is_timeout(&error) => {}
+            let look = (self.bytes < self.budget).then_some(LOOK);
+            if self.stream.set_read_timeout(look).is_err() {
+                return;
+            }
+            let told = match read(&mut self.stream) {
+                Ok(bytes) => Some(bytes),
+                Err(error) if is_timeout(&error) => None,
                 // The launcher is gone: the present share stays.
                 Err(_) => return,
+            };
+            // What this process uses does not become another one's.
+            if told.unwrap_or(self.bytes) < self.budget && self.report(&mut wants).is_err() {
+                return;
+            }
+            if let Some(bytes) = told {
+                self.bytes = self.obey(runtime, bytes);
+            }
+            if self.bytes == self.budget {
+                wants = None;
             }
             // A share that came while the arena was made.
             if let Some(state) = state::get().filter(|_| !is_made) {
                 is_made = true;
                 keep_ordinary(state, self.bytes);
             }
-            let allocated = state::get().map_or(0, |state| {
-                state.arena.allocated_bytes() + state.arena.beside_bytes()
-            }) as u64;
-            // A quarter more, so that growth by small steps needs few messages.
-            let now = (allocated + allocated / 4).next_multiple_of(1 << 20);
-            if now > wants || now < wants / 2 {
-                wants = now;
-                if self.say(WANTS, wants).is_err() {
-                    return;
-                }
-            }
         }
+    }
+
+    /// Tells the launcher what the program uses, unless that is about what it `wants` already.
+    fn report(&mut self, wants: &mut Option<u64>) -> std::io::Result<()> {
+        let used = state::get().map_or(0, |state| {
+            state.arena.used_bytes() + state.arena.beside_bytes()
+        }) as u64;
+        // A quarter more, so that growth by small steps needs few messages.
+        let now = (used + used / 4).next_multiple_of(1 << 20);
+        if wants.is_none_or(|wants| now > wants || now < wants / 2) {
+            *wants = Some(now);
+            self.say(WANTS, now)?;
+        }
+        Ok(())
     }
 
     /// Changes the budget, and reports it when no pages exceed it any more.
@@ -159,12 +223,12 @@ fn no(error: &Error) -> String {
     format!("there is no share of the budget: {error}")
 }
 
-/// Closes the copy of the connection in a child made by `fork`, so that the parent's end is seen.
-pub(crate) fn forget() {
+/// Closes the copy of the connection in a child made by `fork`, by whatever call, so that the
+/// parent's end is seen.
+pub(crate) fn begin_child() {
     let connection = CONNECTION.swap(-1, Ordering::Relaxed);
     if connection >= 0 {
-        // SAFETY: the child's copy, which nobody uses.
-        unsafe { libc::close(connection) };
+        descriptors::close(connection as u32);
     }
 }
 

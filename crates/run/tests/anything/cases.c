@@ -290,6 +290,24 @@ static void behind_the_end(void) {
         _exit(1);
     }
     printf("%d\n", peek(p + 20 * K));
+    /* A child's own mapping over what it has inherited. */
+    unsigned char *q = must(mmap(NULL, M, RW, ANON, -1, 0), "mmap");
+    memset(q, 1, M);
+    fflush(stdout);
+    if (fork() == 0) {
+        over(q + 64 * K, 64 * K, RW, MAP_SHARED, fd);
+        if (ftruncate(fd, 16 * K) != 0) {
+            _exit(1);
+        }
+        for (int turn = 0; turn < 3; turn++) {
+            printf("%d %d %d\n", peek(q + 68 * K), peek(q + 84 * K), peek(q + 192 * K));
+        }
+        fflush(stdout);
+        _exit(0);
+    }
+    int status;
+    wait(&status);
+    printf("%x\n", status);
 }
 
 static void refused(void) {

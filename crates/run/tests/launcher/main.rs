@@ -186,32 +186,38 @@ fn children_of_a_shell_that_defines_unsetenv_are_not_interposed() {
     assert!(why.contains("--children"), "{why}");
 }
 
-/// Covers all functions of the C library that copy a process.
+/// The child's standard error is closed before it allocates.
 #[test]
-fn child_made_by_fork_says_that_its_memory_is_local() {
+fn daemon_without_remote_memory_says_that_its_memory_is_local() {
     if !can_run(&[PYTHON]) {
         return;
     }
-    let run = |script: &str| {
-        let script = format!("import ctypes, os\n{script}");
-        // Python's own allocations are local.
-        let options = ["--budget", "16MiB", "--min-bytes", "2MiB"];
-        let ended = farpage(&options, &[PYTHON, "-c", &script]);
-        (text(&ended.stdout), text(&ended.stderr))
-    };
-    let children = "
+    // Python's own allocations are local.
+    let options = ["--budget", "16MiB", "--min-bytes", "2MiB"];
+    let script = "import ctypes; ctypes.CDLL(None).daemon(0, 0); held = bytearray(8 << 20)";
+    let ended = farpage(&options, &[PYTHON, "-c", script]);
+    let why = text(&ended.stderr);
+    assert!(why.contains("a child made by fork"), "{why}");
+}
+
+/// A budget that cannot be shared.
+#[test]
+fn children_of_a_small_budget_say_once_that_their_memory_is_local() {
+    if !can_run(&[PYTHON]) {
+        return;
+    }
+    let script = "
+import os
 for _ in range(3):
     child = os.fork()
     if child == 0: os._exit(bytearray(8 << 20)[5])
     print(os.waitpid(child, 0)[1])
 ";
-    let (seen, why) = run(children);
+    let options = ["--budget", "3MiB", "--min-bytes", "2MiB"];
+    let ended = farpage(&options, &[PYTHON, "-c", script]);
+    let (seen, why) = (text(&ended.stdout), text(&ended.stderr));
     assert_eq!(seen, "0\n0\n0\n", "{why}");
-    assert_eq!(why.matches("a child made by fork").count(), 1, "{why}");
-    // The child's standard error is closed before it allocates.
-    let daemon = "ctypes.CDLL(None).daemon(0, 0); held = bytearray(8 << 20)";
-    let (_, why) = run(daemon);
-    assert!(why.contains("a child made by fork"), "{why}");
+    assert_eq!(why.matches("too small to be shared").count(), 1, "{why}");
 }
 
 /// Six shells and one program share a budget. The program alone has remote memory, and so a share.

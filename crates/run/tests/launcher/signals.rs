@@ -11,12 +11,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farpage_testkit::{serve_tcp, wait_until};
+use farpage_testkit::{serve_tcp, text, wait_until};
 use tempfile::TempDir;
 
 use crate::{
     PYTHON,
-    common::{can_run, output},
+    common::{can_run, farpage_as, output},
 };
 
 /// A launcher in a folder and a process group of its own, and its program's output.
@@ -109,6 +109,94 @@ time.sleep(30)
     let (run, _) = Run::start("import time\nprint('up')\ntime.sleep(30)");
     run.signal(libc::SIGUSR1);
     assert_eq!(run.status(), Some(128 + libc::SIGUSR1));
+}
+
+/// Beginning of a program that ends at once, and leaves a child behind with remote memory. The
+/// child goes on once the launcher has waited for the program.
+const CHILD: &str = "
+import os, signal, time
+M = 1 << 20
+def wait(what):
+    while not what(): time.sleep(0.01)
+def status(name):
+    with open(f'/proc/{launcher}/status') as status:
+        return next(line.split()[1] for line in status if line.startswith(name))
+program, launcher, ready = os.getpid(), os.getppid(), os.pipe()
+if os.fork() != 0:
+    os.read(ready[0], 1)
+    os._exit(3)
+blocks = [bytearray(2 * M) for _ in range(24)]
+os.write(ready[1], b'.')
+wait(lambda: not os.path.exists(f'/proc/{program}'))
+";
+
+#[test]
+fn a_child_that_is_left_behind_keeps_its_memory_whatever_signal_the_launcher_gets() {
+    if !can_run(&[PYTHON]) {
+        return;
+    }
+    let (mut run, first) = Run::start(&format!(
+        "{CHILD}
+for sent in (signal.SIGWINCH, signal.SIGURG, signal.SIGCONT, signal.SIGUSR1, signal.SIGTSTP):
+    os.kill(launcher, sent)
+    if sent == signal.SIGTSTP: wait(lambda: status('State') == 'T')
+    os.kill(launcher, signal.SIGCONT)
+    wait(lambda: int(status('ShdPnd'), 16) == 0)
+print('sent')
+blocks += [bytearray(2 * M) for _ in range(24)]
+for round in range(4):
+    for at, block in enumerate(blocks): block[at * 4096] = at + round
+    assert all(block[at * 4096] == at + round for at, block in enumerate(blocks))
+print('done')
+os._exit(0)
+"
+    ));
+    assert_eq!((first.as_str(), run.line().as_str()), ("sent", "done"));
+    assert_eq!(run.status(), Some(3));
+}
+
+#[test]
+fn a_launcher_that_is_told_to_end_before_a_child_that_is_left_behind_says_so() {
+    if !can_run(&[PYTHON]) {
+        return;
+    }
+    let script = format!(
+        "{CHILD}
+os.close(1)
+os.close(2)
+os.kill(launcher, signal.SIGTERM)
+os.kill(os.getpid(), signal.SIGKILL)
+"
+    );
+    let ours = farpage_as("16KiB", &["--budget", "16MiB"], &[PYTHON, "-c", &script]);
+    let said = text(&ours.stderr);
+    assert_eq!(ours.status.code(), Some(3), "{said}");
+    assert!(said.contains("lose their remote memory"), "{said}");
+}
+
+#[test]
+fn a_child_without_memory_of_its_own_does_not_keep_the_launcher_by_whatever_call_it_is_made() {
+    if !can_run(&[PYTHON]) {
+        return;
+    }
+    let (mut run, first) = Run::start(
+        "
+import ctypes, os, time
+block, launcher = bytearray(4 << 20), os.getppid()
+print('up')
+def ends():
+    try:
+        with open(f'/proc/{launcher}/stat') as stat: return ') Z' in stat.read()
+    except FileNotFoundError: return True
+if ctypes.CDLL(None)._Fork() == 0:
+    until = time.monotonic() + 30
+    while not ends() and time.monotonic() < until: time.sleep(0.01)
+    print('ended' if ends() else 'kept')
+os._exit(0)
+",
+    );
+    assert_eq!((first.as_str(), run.line().as_str()), ("up", "ended"));
+    assert_eq!(run.status(), Some(0));
 }
 
 /// A shell's job control: launcher and program stop, and both go on.

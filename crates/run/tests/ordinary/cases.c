@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <ucontext.h>
 #include <unistd.h>
@@ -183,7 +184,8 @@ static void locks(void) {
     munlock(p, 64 * K);
 }
 
-static void maps_over(void) {
+/* Mappings of others lie in ordinary memory, and stay when it comes under paging. */
+static void maps_over(size_t more) {
     char *p = mmap(NULL, 8 * M, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     fill(p, 8 * M, 1, 3);
     char *made = mmap(p + M, M, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
@@ -193,10 +195,127 @@ static void maps_over(void) {
     memset(made, 5, M);
     check(p, M, 1, 3, "what lies before");
     check(p + 2 * M, 6 * M, 1, 2 * M * 31 + 3, "what lies behind");
-    munmap(p, 8 * M);
-    char *q = get(28 * M);
-    fill(q, 28 * M, 1, 4);
-    check(q, 28 * M, 1, 4, "what came");
+    char *q = get(more);
+    fill(q, more, 1, 4);
+    check(p, M, 1, 3, "what lies before");
+    check(p + 2 * M, 6 * M, 1, 2 * M * 31 + 3, "what lies behind");
+    for (size_t i = 0; i < M; i++) {
+        if (made[i] != 5) {
+            fail("a mapping of others");
+        }
+    }
+    munmap(p + M / 2, 8 * M - M / 2);
+    check(q, more, 1, 4, "what came");
+    check(p, M / 2, 1, 3, "what is left");
+}
+
+static void maps_over_and_fits(void) {
+    maps_over(16 * M);
+}
+
+static void maps_over_and_grows(void) {
+    maps_over(28 * M);
+}
+
+/* Addresses are reserved, and become memory part by part. */
+static void reserves(size_t more) {
+    char *p = mmap(NULL, 96 * M, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    for (int round = 0; round < 4; round++) {
+        /* Each part takes the place of the one before. */
+        char *part = p + round * 20 * M;
+        if (mprotect(part, 20 * M, PROT_READ | PROT_WRITE) != 0) {
+            fail("access");
+        }
+        fill(part, 20 * M, 1, 5);
+        check(part, 20 * M, 1, 5, "what was reserved");
+        if (round % 2 == 0) {
+            mmap(part, 20 * M, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+        } else {
+            mprotect(part, 20 * M, PROT_NONE);
+            madvise(part, 20 * M, MADV_DONTNEED);
+        }
+    }
+    /* What the kernel refuses changes nothing. */
+    if (mprotect(p, 60 * M, 1 << 14) == 0 || mprotect(p + 1, 60 * M, PROT_READ) == 0) {
+        fail("a protection that there is not");
+    }
+    /* By whichever call. */
+    if (pkey_mprotect(p, more / 2, PROT_READ | PROT_WRITE, -1) != 0 ||
+        syscall(SYS_mprotect, p + more / 2, more / 2, PROT_READ | PROT_WRITE) != 0) {
+        fail("access");
+    }
+    mprotect(p + more / 2, more / 2, PROT_READ | PROT_WRITE);
+    fill(p, more, 1, 6);
+    check(p, more, 1, 6, "what was reserved last");
+    munmap(p, 96 * M);
+    /* Reserved again at the same place. */
+    char *again = mmap(p, 96 * M, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+    munmap(again, 96 * M);
+    /* What takes their place counts. */
+    char *q = get(24 * M);
+    fill(q, 24 * M, 1, 7);
+    check(q, 24 * M, 1, 7, "what came");
+}
+
+static void gets_access_unseen(void) {
+    char *p = mmap(NULL, (size_t)200 * M, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    syscall(SYS_mprotect, p + 100 * M, 2 * M, PROT_READ | PROT_WRITE);
+    fill(p + 100 * M, 2 * M, 3, 8);
+    char *q = get(28 * M), *r = NULL;
+    fill(q, 28 * M, 1, 9);
+    r = get(8 * M);
+    fill(r, 8 * M, 1, 4);
+    for (int turn = 0; turn < 2; turn++) {
+        check(p + 100 * M, 2 * M, 3, 8, "what got access unseen");
+        check(q, 28 * M, 1, 9, "what was there");
+        check(r, 8 * M, 1, 4, "what came");
+    }
+}
+
+static char *made[70000];
+
+/* A mapping in place of another one is refused for lack of mappings. */
+static void is_refused(void) {
+    for (int spare = 0; spare < 24; spare += 3) {
+        char *z = mmap(NULL, 16 * M, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        mmap(z, 16 * M, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+        fill(z, 16 * M, 1, 7);
+        char *p = get(28 * M);
+        fill(p, 28 * M, 1, 5);
+        int count = 0;
+        for (; count < 70000; count++) {
+            int access = count % 2 ? PROT_NONE : PROT_READ;
+            char *q = (char *)syscall(SYS_mmap, NULL, 4096, access, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+            if ((long)q < 0) {
+                break;
+            }
+            made[count] = q;
+        }
+        for (int i = 0; i < spare; i++) {
+            syscall(SYS_munmap, made[--count], 4096);
+        }
+        char *r = mmap(z, 16 * M, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+        while (count > 0) {
+            syscall(SYS_munmap, made[--count], 4096);
+        }
+        if (r == MAP_FAILED) {
+            check(z, 16 * M, 1, 7, "what was to be replaced");
+        } else {
+            fill(z, 16 * M, 1, 3);
+            check(z, 16 * M, 1, 3, "what took its place");
+        }
+        check(p, 28 * M, 1, 5, "what lies beside");
+        munmap(z, 16 * M);
+        free(p);
+    }
+}
+
+static void reserves_and_fits(void) {
+    reserves(28 * M);
+}
+
+static void reserves_and_grows(void) {
+    reserves(40 * M);
 }
 
 static ucontext_t back, there;
@@ -226,7 +345,10 @@ static void coroutine(void) {
 int main(int count, char **arguments) {
     struct { const char *name; void (*run)(void); } cases[] = {
         {"fits", fits}, {"grows", grows}, {"starts", starts}, {"child", child},
-        {"locks", locks}, {"maps-over", maps_over}, {"coroutine", coroutine},
+        {"locks", locks}, {"coroutine", coroutine},
+        {"maps-over-and-fits", maps_over_and_fits}, {"maps-over-and-grows", maps_over_and_grows},
+        {"gets-access-unseen", gets_access_unseen}, {"is-refused", is_refused},
+        {"reserves-and-fits", reserves_and_fits}, {"reserves-and-grows", reserves_and_grows},
     };
     for (size_t at = 0; count == 2 && at < sizeof cases / sizeof *cases; at++) {
         if (strcmp(arguments[1], cases[at].name) == 0) {

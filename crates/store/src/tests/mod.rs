@@ -8,6 +8,7 @@ mod damage;
 mod decoding;
 mod drains;
 mod full;
+mod hedges;
 mod lossy;
 mod named;
 mod outages;

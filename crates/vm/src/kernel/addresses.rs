@@ -10,7 +10,7 @@ use crate::{
     frame::{self, check_page_bytes},
     pages::Shard,
     protections::protections,
-    space::Geometry,
+    space::{Cede, Geometry},
     sys::{self, Backing},
     uffd::RegisterMode,
 };
@@ -69,19 +69,24 @@ pub(super) fn begin_paging(
 ) -> io::Result<()> {
     catch_up(shards);
     sharing::begin();
-    let registered = register_all(shards, address, geometry, mode).and_then(|()| {
+    // Each shard knows all ceded addresses.
+    let kept = (shards[0].fence.lock().gone).outside(address..address + geometry.bytes);
+    let begin = |part: &Range<usize>| {
+        register(shards, address, geometry, mode, part)?;
         let backing = frame::backing(geometry.page_bytes);
         // SAFETY: the region's addresses. From here on `fork` leaves them out, since absent pages
         // are caught.
-        Ok(unsafe { sys::advise(address, geometry.bytes, backing) }?)
-    });
-    registered.map_err(|error| {
-        for (shard, stripe) in stripes(shards.len(), address, geometry) {
-            let uffd = shards[shard.0].fence.uffd();
-            let _ = uffd.unregister(stripe.start, stripe.len());
+        Ok(unsafe { sys::advise(part.start, part.len(), backing) }?)
+    };
+    kept.iter().try_for_each(begin).map_err(|error| {
+        for part in &kept {
+            for (shard, stripe) in stripes_within(shards.len(), address, geometry, part) {
+                let uffd = shards[shard.0].fence.uffd();
+                let _ = uffd.unregister(stripe.start, stripe.len());
+            }
+            // SAFETY: the region's addresses, which are memory of the kernel's own again.
+            let _ = unsafe { sys::madvise(part.start, part.len(), libc::MADV_DOFORK) };
         }
-        // SAFETY: the region's addresses, which are memory of the kernel's own again.
-        let _ = unsafe { sys::madvise(address, geometry.bytes, libc::MADV_DOFORK) };
         cannot_register(geometry, &error)
     })
 }
@@ -103,11 +108,9 @@ pub(super) fn unmap(shards: &[KernelShard], address: usize, geometry: &Geometry)
         // SAFETY: the region's, which the caller gives up; the program has not unmapped it.
         let _ = unsafe { sys::protect(part.start, part.len(), libc::PROT_NONE) };
         // 2. No faults: otherwise this thread would wait for its own message to be read.
-        for (shard, stripe) in stripes(shards.len(), address, geometry) {
-            let (start, end) = (stripe.start.max(part.start), stripe.end.min(part.end));
-            if start < end {
-                let _ = shards[shard.0].fence.uffd().unregister(start, end - start);
-            }
+        for (shard, stripe) in stripes_within(shards.len(), address, geometry, &part) {
+            let uffd = shards[shard.0].fence.uffd();
+            let _ = uffd.unregister(stripe.start, stripe.len());
         }
         // 3. No mapping.
         // SAFETY: the region's, which the caller gives up; the program has not unmapped it.
@@ -120,27 +123,30 @@ pub(super) fn unmap(shards: &[KernelShard], address: usize, geometry: &Geometry)
     occupied::give_up(address);
 }
 
-/// Takes `addresses` of a region, whose pages are absent, out of paging: memory of the kernel's own
-/// lies there then, with `bytes` and the protections that the addresses had, or without access.
+/// Takes `addresses` of a region out of paging: memory of the kernel's own lies there then.
 ///
 /// # Errors
 /// The operating system's. The addresses are the region's as before.
 pub(super) fn cede(
     shards: &[KernelShard],
     addresses: &Range<usize>,
-    bytes: Option<&[u8]>,
+    how: Cede<'_>,
 ) -> io::Result<()> {
     // Without a list of mappings the memory can be read and written, until the caller protects it.
-    let protected = match bytes {
-        Some(_) => protections(addresses).unwrap_or_default(),
-        None => Vec::new(),
+    let (bytes, protected) = match how {
+        Cede::With(bytes) => (Some(bytes), protections(addresses).unwrap_or_default()),
+        Cede::Barred | Cede::InPlace => (None, Vec::new()),
     };
     // The shards leave the addresses alone from here on, before the kernel's messages of them come.
     for shard in shards {
         shard.fence.cede(addresses.clone());
         shard.poison.forget(addresses);
     }
+    if let Cede::InPlace = how {
+        return Ok(());
+    }
     // SAFETY: the region's absent pages, for which memory is mapped here.
+    // Contents of ordinary memory are given up.
     let replaced = unsafe { sys::replace(addresses.start, addresses.len(), bytes, &protected) };
     replaced.map_err(|errno| {
         (shards.iter()).for_each(|shard| shard.fence.forget(addresses));
@@ -162,20 +168,21 @@ pub(super) fn regain(
     let (start, len) = (addresses.start, addresses.len());
     // 1. No access: a touch before the end of these steps must not make a page of zeros.
     // SAFETY: ceded addresses, whose contents the caller gives up.
-    unsafe { sys::reserve_barred(start, len, frame::backing(geometry.page_bytes)) }?;
+    unsafe { sys::reserve_barred(start, len, backing(geometry)) }?;
     // 2. Registration with the shards, which catch the faults there from then on.
-    for (shard, stripe) in stripes_within(shards.len(), address, geometry, addresses) {
-        let uffd = shards[shard.0].fence.uffd();
-        uffd.register(stripe.start, stripe.len(), mode)?;
+    if !geometry.ordinary {
+        register(shards, address, geometry, mode, addresses)?;
     }
-    // 3. Paging: the shards bring pages in there again.
-    for shard in shards {
-        shard.fence.forget(addresses);
-    }
+    // 3. Access. The program has none to the addresses before this function returns.
     let read_only = geometry.read_only;
     let write = if read_only { 0 } else { libc::PROT_WRITE };
     // SAFETY: the region's addresses, of which no page is there.
-    Ok(unsafe { sys::protect(start, len, libc::PROT_READ | write) }?)
+    unsafe { sys::protect(start, len, libc::PROT_READ | write) }?;
+    // 4. Paging, which cannot fail: the shards bring pages in there again.
+    for shard in shards {
+        shard.fence.forget(addresses);
+    }
+    Ok(())
 }
 
 /// Waits until all that was unmapped before this call is known to all shards.
@@ -190,7 +197,8 @@ fn set_up(
     mode: RegisterMode,
 ) -> io::Result<()> {
     if !geometry.ordinary {
-        register_all(shards, address, geometry, mode)?;
+        let all = address..address + geometry.bytes;
+        register(shards, address, geometry, mode, &all)?;
     }
     if geometry.read_only {
         // SAFETY: reserved by the caller, and nobody else has learned of it.
@@ -199,36 +207,19 @@ fn set_up(
     Ok(())
 }
 
-/// Registers each stripe of a region with its shard.
-fn register_all(
+/// Registers each stripe of `addresses` of a region with its shard.
+fn register(
     shards: &[KernelShard],
     address: usize,
     geometry: &Geometry,
     mode: RegisterMode,
+    addresses: &Range<usize>,
 ) -> io::Result<()> {
-    for (shard, stripe) in stripes(shards.len(), address, geometry) {
+    for (shard, stripe) in stripes_within(shards.len(), address, geometry, addresses) {
         let uffd = shards[shard.0].fence.uffd();
         uffd.register(stripe.start, stripe.len(), mode)?;
     }
     Ok(())
-}
-
-/// Returns the parts of a region that belong to one shard each.
-fn stripes(
-    shards: usize,
-    address: usize,
-    geometry: &Geometry,
-) -> impl Iterator<Item = (Shard, Range<usize>)> {
-    let step = if shards == 1 {
-        geometry.bytes
-    } else {
-        geometry.stripe_bytes
-    };
-    (0..geometry.bytes).step_by(step).map(move |offset| {
-        let start = address + offset;
-        let end = start + step.min(geometry.bytes - offset);
-        (geometry.shard_of(offset, shards), start..end)
-    })
 }
 
 /// Returns the parts of `within`, addresses of a region, that belong to one shard each.
@@ -255,10 +246,7 @@ fn stripes_within(
 
 /// Reserves the addresses of a region, which no other region gets from then on.
 fn reserve(space: u64, geometry: &Geometry) -> io::Result<usize> {
-    let backing = match geometry.ordinary {
-        true => Backing::Ordinary,
-        false => frame::backing(geometry.page_bytes),
-    };
+    let backing = backing(geometry);
     let occupy =
         |start| occupied::occupy(&(start..start + geometry.bytes), space, geometry.read_only);
     if let Some(start) = geometry.address {
@@ -299,6 +287,13 @@ fn reserve(space: u64, geometry: &Geometry) -> io::Result<usize> {
         unsafe { sys::release(start, geometry.bytes) };
     }
     found
+}
+
+fn backing(geometry: &Geometry) -> Backing {
+    match geometry.ordinary {
+        true => Backing::Ordinary,
+        false => frame::backing(geometry.page_bytes),
+    }
 }
 
 fn check_geometry(geometry: &Geometry) -> io::Result<()> {

@@ -38,14 +38,14 @@ use std::{
 
 use farpage_tables::{Keeper, is_private};
 
-pub(crate) use self::sharing::begin as begin_sharing;
 use self::{fence::Fence, poison::Poison, shard::KernelShard};
+pub(crate) use self::{occupied::begin_child, sharing::begin as begin_sharing};
 use crate::{
     frame::{self, KernelFrame, Pools},
     pagemap::Pagemap,
     pages::{Pages, Shard},
     space::{
-        AddressSpace, Batch, DetachError, Detached, EventScope, EventSources, Events, Frame,
+        AddressSpace, Batch, Cede, DetachError, Detached, EventScope, EventSources, Events, Frame,
         Geometry, InstallError, InstallErrorKind, PageIn, PageOut, RegionMapping,
     },
     sys::{self, KERNEL_PAGE_BYTES},
@@ -365,8 +365,8 @@ impl AddressSpace for KernelSpace {
         addresses::unmap(&self.shards, address, &geometry);
     }
 
-    fn cede(&self, addresses: Range<usize>, bytes: Option<&[u8]>) -> io::Result<()> {
-        addresses::cede(&self.shards, &addresses, bytes)
+    fn cede(&self, addresses: Range<usize>, how: Cede<'_>) -> io::Result<()> {
+        addresses::cede(&self.shards, &addresses, how)
     }
 
     fn regain(&self, address: usize, geometry: Geometry, ceded: Range<usize>) -> io::Result<()> {

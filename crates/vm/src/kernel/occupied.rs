@@ -8,11 +8,10 @@ use std::{
     collections::BTreeMap,
     ops::Range,
     process,
-    sync::{
-        Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicU64, Ordering},
-    },
+    sync::atomic::{AtomicU64, Ordering},
 };
+
+use farpage_signals::{Mutex, MutexGuard};
 
 /// Returns a number for a new space.
 pub(crate) fn next_space() -> u64 {
@@ -29,12 +28,20 @@ struct OccupiedRegion {
     live: bool,
 }
 
-/// Process and its regions by first address. The lock is the standard library's: it never allocates
-/// when contended, and is taken in a signal handler.
+/// Process and its regions by first address. The lock is taken in a signal handler, too.
 static REGIONS: Mutex<(u32, BTreeMap<usize, OccupiedRegion>)> = Mutex::new((0, BTreeMap::new()));
 
+/// Begins a child made by `fork`: a thread that only its parent has may have locked the regions.
+///
+/// # Safety
+/// The calling thread is the only one of this process, and outside of this module.
+pub(crate) unsafe fn begin_child() {
+    // SAFETY: the caller's promise.
+    unsafe { REGIONS.renew((0, BTreeMap::new())) };
+}
+
 fn regions() -> MutexGuard<'static, (u32, BTreeMap<usize, OccupiedRegion>)> {
-    let mut regions = REGIONS.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut regions = REGIONS.lock();
     // A child made by `fork` does not have its parent's regions.
     let process = process::id();
     if regions.0 != process {
@@ -92,7 +99,22 @@ pub(crate) fn of_space(space: u64, addresses: &Range<usize>) -> Vec<Range<usize>
 
 #[cfg(test)]
 mod tests {
+    use farpage_testkit::passes_in_child;
+
     use super::*;
+
+    #[test]
+    fn a_child_made_while_regions_are_locked_has_regions_of_its_own() {
+        let space = next_space();
+        let locked = regions();
+        let passes = passes_in_child(|| {
+            // SAFETY: the only thread, and the lock is its parent's.
+            unsafe { begin_child() };
+            occupy(&(1 << 60..2 << 60), space, false)
+        });
+        drop(locked);
+        assert!(passes);
+    }
 
     #[test]
     fn regions_have_no_address_in_common() {
@@ -110,7 +132,7 @@ mod tests {
         }
         assert!(occupy(&(base + 100..base + 200), next_space(), false));
         assert!(is_read_only(base + 299) && !is_read_only(base + 300) && !is_read_only(base + 199));
-        assert_eq!(of_space(space, &(base..base + 300)), []);
+        assert!(of_space(space, &(base..base + 300)).is_empty());
         for at in [0, 100, 200] {
             begin(base + at);
         }
@@ -119,6 +141,6 @@ mod tests {
         for at in [0, 100, 200] {
             give_up(base + at);
         }
-        assert_eq!(of_space(space, &(base..base + 300)), []);
+        assert!(of_space(space, &(base..base + 300)).is_empty());
     }
 }

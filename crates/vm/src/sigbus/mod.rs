@@ -37,5 +37,6 @@ pub use contract::{FaultHandler, STACK_BYTES, Served};
 pub use handler::set_previous;
 pub use registration::FaultRegistration;
 pub(crate) use stack::Stack;
-pub use stack::on_stock_stack;
+pub use stack::{keep_stack, on_stock_stack};
+pub(crate) use table::begin_child;
 pub use table::serves;

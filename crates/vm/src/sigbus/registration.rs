@@ -3,12 +3,19 @@
 //! The rule it keeps: a fault handler is called from its registration's beginning to its end, and
 //! not after it.
 
-use std::{io, ops::Range, process, sync::Arc, thread, time::Duration};
+use std::{
+    io,
+    ops::Range,
+    process,
+    sync::{Arc, atomic::Ordering::SeqCst},
+    thread,
+    time::Duration,
+};
 
 use super::{
     contract::FaultHandler,
     handler,
-    table::{self, HandlerEntry, OWNER},
+    table::{self, HandlerEntry, OWNER, PROCESS},
 };
 
 /// Pause between two looks at the handlers that still serve a registration which ends: a fill takes
@@ -21,7 +28,6 @@ const DRAIN_PAUSE: Duration = Duration::from_micros(50);
 /// In a child after `fork` nothing is registered.
 pub struct FaultRegistration {
     entry: Arc<HandlerEntry>,
-    process: u32,
 }
 
 impl FaultRegistration {
@@ -37,14 +43,16 @@ impl FaultRegistration {
         assert!(!addresses.is_empty(), "a range of addresses has some");
         let entry = HandlerEntry::new(addresses, handler);
         let process = process::id();
-        let mut owner = OWNER.lock();
-        match *owner {
-            None => handler::install(&owner)?,
-            Some(before) if before != process => table::disown(&owner),
-            Some(_) => {}
+        let owner = OWNER.lock();
+        match PROCESS.load(SeqCst) {
+            0 => handler::install(&owner)?,
+            before if before != process => table::disown(&owner),
+            _ => {}
         }
-        *owner = Some(process);
+        PROCESS.store(process, SeqCst);
         table::change(&owner, |table| {
+            // The parent's memory has gone from there.
+            table.retain(|other| other.process == process || !other.overlaps(&entry.addresses));
             let at = table.partition_point(|other| other.addresses.end <= entry.addresses.start);
             let next = table.get(at).map(|next| &next.addresses);
             assert!(
@@ -55,14 +63,14 @@ impl FaultRegistration {
             table.insert(at, Arc::clone(&entry));
         });
         drop(owner);
-        Ok(Self { entry, process })
+        Ok(Self { entry })
     }
 }
 
 impl Drop for FaultRegistration {
     fn drop(&mut self) {
         // A child after `fork` has neither the range nor the threads that serve it.
-        if self.process != process::id() {
+        if self.entry.process != process::id() {
             return;
         }
         let owner = OWNER.lock();
@@ -78,12 +86,12 @@ impl Drop for FaultRegistration {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::Ordering::SeqCst;
+    use farpage_testkit::passes_in_child;
 
     use super::{
         super::{
             contract::Served,
-            table::{Looking, TABLE},
+            table::{Looking, TABLE, begin_child, serves},
         },
         *,
     };
@@ -115,5 +123,25 @@ mod tests {
         drop(looking);
         ending.join().unwrap();
         assert!(entry.upgrade().is_none());
+    }
+
+    #[test]
+    fn a_child_made_while_somebody_looks_keeps_what_it_inherits_beside_its_own() {
+        let handler = || Arc::new(Nobody);
+        let _first = FaultRegistration::new(1 << 20..2 << 20, handler()).unwrap();
+        let _second = FaultRegistration::new(2 << 20..3 << 20, handler()).unwrap();
+        let _looking = Looking::begin();
+        let locked = OWNER.lock();
+        let passes = passes_in_child(|| {
+            // SAFETY: the only thread, and the lock is its parent's.
+            unsafe { begin_child() };
+            let own = FaultRegistration::new(4096..(1 << 20) + 4096, handler()).unwrap();
+            let inherits = serves(2 << 20..3 << 20) && !serves((1 << 20) + 4096..2 << 20);
+            let is_right = inherits && serves(4096..8192);
+            drop(own);
+            is_right && serves(2 << 20..3 << 20) && !serves(4096..8192)
+        });
+        drop(locked);
+        assert!(passes);
     }
 }

@@ -5,6 +5,7 @@
 //! allocates nor locks.
 
 use std::{
+    io,
     panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
     ptr,
     sync::atomic::{AtomicUsize, Ordering::SeqCst},
@@ -37,6 +38,17 @@ pub fn on_stock_stack<R>(work: impl FnOnce() -> R) -> R {
     let done = unsafe { psm::on_stack(stack.base(), STACK_BYTES, caught) };
     stack.give_back();
     done.unwrap_or_else(|panic| resume_unwind(panic))
+}
+
+/// Puts a stack into the stock, if there is none: who takes one waits for another thread's only.
+///
+/// # Errors
+/// The operating system's, for lack of memory or mappings.
+pub fn keep_stack() -> io::Result<()> {
+    if IDLE.iter().all(|idle| idle.load(SeqCst) == 0) {
+        Stack::map()?.give_back();
+    }
+    Ok(())
 }
 
 impl Stack {

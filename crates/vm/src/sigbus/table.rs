@@ -8,10 +8,11 @@
 
 use std::{
     ops::Range,
+    process,
     ptr::{self, NonNull},
     sync::{
         Arc,
-        atomic::{AtomicPtr, AtomicUsize, Ordering::SeqCst},
+        atomic::{AtomicPtr, AtomicU32, AtomicUsize, Ordering::SeqCst},
     },
     thread,
 };
@@ -27,6 +28,9 @@ use crate::space::PageFault;
 /// A range of addresses, and its handler.
 pub(super) struct HandlerEntry {
     pub(super) addresses: Range<usize>,
+    /// Process that has registered the range. A child made by `fork` has the entries of its parent,
+    /// so that it knows which memory system calls may not be given.
+    pub(super) process: u32,
     handler: Arc<dyn FaultHandler>,
     /// Number of handlers at work on the range.
     serving: AtomicUsize,
@@ -36,9 +40,14 @@ impl HandlerEntry {
     pub(super) fn new(addresses: Range<usize>, handler: Arc<dyn FaultHandler>) -> Arc<Self> {
         Arc::new(Self {
             addresses,
+            process: process::id(),
             handler,
             serving: AtomicUsize::new(0),
         })
+    }
+
+    pub(super) fn overlaps(&self, addresses: &Range<usize>) -> bool {
+        self.addresses.start < addresses.end && addresses.start < self.addresses.end
     }
 
     /// True if a handler is at work on the range.
@@ -50,11 +59,11 @@ impl HandlerEntry {
 /// Entries, sorted and without overlaps.
 pub(super) type HandlerTable = Vec<Arc<HandlerEntry>>;
 
-/// The process whose entries the table has; `None` before the handler is installed. Locked while
-/// the table changes, never by the handler.
-pub(super) static OWNER: Mutex<Option<u32>> = Mutex::new(None);
-/// Permission to change the table.
-pub(super) type TableGuard = MutexGuard<'static, Option<u32>>;
+/// Permission to change the table. Never waited for by the handler.
+pub(super) static OWNER: Mutex<()> = Mutex::new(());
+pub(super) type TableGuard = MutexGuard<'static, ()>;
+/// Process whose entries are served; 0 before the handler is installed.
+pub(super) static PROCESS: AtomicU32 = AtomicU32::new(0);
 /// The table, or null for an empty one.
 pub(super) static TABLE: AtomicPtr<HandlerTable> = AtomicPtr::new(ptr::null_mut());
 /// Number of handlers that are looking at the table, by the turn that they saw.
@@ -86,11 +95,29 @@ pub(super) fn change(_owner: &TableGuard, edit: impl FnOnce(&mut HandlerTable)) 
     }
 }
 
-/// Forgets what a parent had before `fork`: its table, whose addresses are free here, and its
-/// threads.
+/// Forgets what a parent had before a call that has run no handlers of `fork`: its table, whose
+/// addresses are free here, and its threads.
 pub(super) fn disown(_owner: &TableGuard) {
     TABLE.store(ptr::null_mut(), SeqCst);
+    forget_lookers();
+}
+
+fn forget_lookers() {
     LOOKING.iter().for_each(|looking| looking.store(0, SeqCst));
+}
+
+/// Begins a child made by `fork`. Threads that only its parent has may have locked the table, or
+/// looked at it.
+///
+/// # Safety
+/// The calling thread is the only one of this process, and outside of this module.
+pub(crate) unsafe fn begin_child() {
+    forget_lookers();
+    // SAFETY: the caller's promise.
+    unsafe { OWNER.renew(()) };
+    if PROCESS.load(SeqCst) != 0 {
+        PROCESS.store(process::id(), SeqCst);
+    }
 }
 
 /// Finds the entry that an address belongs to, and counts it as being served.
@@ -100,7 +127,8 @@ pub(super) fn find(address: usize) -> Option<ServingGuard> {
     let at = table.partition_point(|entry| entry.addresses.end <= address);
     let entry = table
         .get(at)
-        .filter(|entry| entry.addresses.contains(&address))?;
+        .filter(|entry| entry.addresses.contains(&address))
+        .filter(|entry| entry.process == PROCESS.load(SeqCst))?;
     entry.serving.fetch_add(1, SeqCst);
     Some(ServingGuard(NonNull::from(&**entry)))
 }

@@ -46,8 +46,8 @@ pub use self::{frame::SimFrame, options::SimOptions};
 use crate::{
     pages::{Pages, Shard},
     space::{
-        AddressSpace, Batch, DetachError, Detached, EventScope, EventSources, Events, Geometry,
-        InstallError, PageIn, PageOut, RegionMapping,
+        AddressSpace, Batch, Cede, DetachError, Detached, EventScope, EventSources, Events,
+        Geometry, InstallError, PageIn, PageOut, RegionMapping,
     },
 };
 
@@ -318,7 +318,7 @@ impl AddressSpace for SimSpace {
         state.wake(address..address + geometry.bytes);
     }
 
-    fn cede(&self, addresses: Range<usize>, bytes: Option<&[u8]>) -> io::Result<()> {
+    fn cede(&self, addresses: Range<usize>, how: Cede<'_>) -> io::Result<()> {
         let mut state = self.state.lock();
         if state.refuses_to_cede {
             return Err(io::Error::from_raw_os_error(libc::ENOMEM));
@@ -328,13 +328,18 @@ impl AddressSpace for SimSpace {
             .ok_or(io::ErrorKind::NotFound)?;
         let page_bytes = region.geometry.page_bytes;
         for (at, page) in addresses.clone().step_by(page_bytes).enumerate() {
-            let own = match bytes {
-                Some(bytes) => bytes[at * page_bytes..][..page_bytes].into(),
-                None => vec![0; page_bytes].into(),
+            let before = region.pages.remove(&page);
+            let is_there = matches!(before, Some(Content::Bytes(_)));
+            assert!(
+                !is_there || region.is_ordinary,
+                "the page at {page:#x} is mapped and ceded"
+            );
+            let own = match (how, before) {
+                (Cede::With(bytes), _) => bytes[at * page_bytes..][..page_bytes].into(),
+                (Cede::InPlace, Some(Content::Bytes(bytes))) => bytes,
+                (Cede::Barred | Cede::InPlace, _) => vec![0; page_bytes].into(),
             };
-            let before = region.pages.insert(page, Content::Own(own));
-            let is_mapped = matches!(before, Some(Content::Bytes(_)));
-            assert!(!is_mapped, "the page at {page:#x} is mapped and ceded");
+            region.pages.insert(page, Content::Own(own));
         }
         state.wake(addresses);
         Ok(())

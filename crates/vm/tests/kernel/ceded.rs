@@ -2,7 +2,7 @@
 
 use std::thread;
 
-use farpage_vm::{AddressSpace, DetachError, InstallErrorKind, Transfer};
+use farpage_vm::{AddressSpace, Cede, DetachError, Geometry, InstallErrorKind, Transfer};
 
 use crate::common::{
     BOTH, Moves, as_the_program, byte, events, map_over, mapped, numbered, numbers, pages,
@@ -27,7 +27,10 @@ fn bytes_of_ceded_pages_keep_the_protections_of_their_addresses() {
         let done = unsafe { libc::mprotect((page + number * 4096) as *mut _, 4096, *protection) };
         assert_eq!(done, 0);
     }
-    as_the_program(&space, || space.cede(page..page + 16384, Some(&[7; 16384]))).unwrap();
+    as_the_program(&space, || {
+        space.cede(page..page + 16384, Cede::With(&[7; 16384]))
+    })
+    .unwrap();
     for (number, (letters, _)) in wanted.iter().enumerate() {
         assert_eq!(protection(page + number * 4096).as_deref(), Some(*letters));
     }
@@ -49,7 +52,7 @@ fn ceded_addresses_are_left_alone_and_come_back_absent() {
         let ceded = page(12)..page(20);
         for round in 0..3 {
             let bytes: Vec<u8> = (0..8).flat_map(|number| [40 + number; 4096]).collect();
-            let cede = || space.cede(ceded.clone(), Some(&bytes));
+            let cede = || space.cede(ceded.clone(), Cede::With(&bytes));
             let (done, told) = told_by_the_program(&space, cede);
             done.unwrap();
             let news = told.iter().map(|told| told.unmapped.len()).sum::<usize>();
@@ -116,7 +119,7 @@ fn memory_without_access_lies_where_no_bytes_are_given() {
         let geometry = run_geometry(8, 65536);
         let base = space.map(geometry).unwrap().address;
         let ceded = base + 65536..base + 3 * 65536;
-        let cede = || space.cede(ceded.clone(), None);
+        let cede = || space.cede(ceded.clone(), Cede::Barred);
         told_by_the_program(&space, cede).0.unwrap();
         assert_eq!(protection(ceded.start).unwrap(), "---p");
         map_over(ceded.start, 4096, RW);
@@ -125,5 +128,46 @@ fn memory_without_access_lies_where_no_bytes_are_given() {
         space.unmap(base, geometry);
         assert_eq!(byte(ceded.start), 5);
         assert_eq!(protection(base), None);
+    }
+}
+
+#[test]
+fn ceded_addresses_of_ordinary_memory_are_not_caught_until_they_are_regained() {
+    for transfer in BOTH {
+        let space = space(transfer, 1);
+        let ordinary = Geometry {
+            ordinary: true,
+            ..run_geometry(8, 4096)
+        };
+        let base = space.map(ordinary).unwrap().address;
+        let page = |number: usize| base + number * 4096;
+        (0..8).for_each(|number| set(page(number), number as u8 + 1));
+        space.cede(page(1)..page(2), Cede::InPlace).unwrap();
+        space.cede(page(3)..page(5), Cede::Barred).unwrap();
+        space.cede(page(6)..page(7), Cede::Barred).unwrap();
+        // Shared memory refuses to be moved, so that registering it would show.
+        map_over(page(3), 4096, RW);
+        set(page(3), 40);
+        space.regain(base, ordinary, page(6)..page(7)).unwrap();
+        // No fault is caught yet.
+        assert_eq!((byte(page(1)), byte(page(6))), (2, 0));
+        space.begin_paging(base, ordinary).unwrap();
+        for number in [0, 2, 5, 6, 7] {
+            drop(space.move_out(pages(0, page(number), 4096, 1)).unwrap());
+            assert!(!space.is_present(page(number)));
+        }
+        for number in [1, 3] {
+            let error = space.move_out(pages(0, page(number), 4096, 1)).unwrap_err();
+            assert!(matches!(error, DetachError::Absent), "{error:?}");
+        }
+        assert_eq!((byte(page(1)), byte(page(3))), (2, 40));
+        let caught = Geometry {
+            ordinary: false,
+            ..ordinary
+        };
+        space.regain(base, caught, page(1)..page(2)).unwrap();
+        assert!(!space.is_present(page(1)));
+        space.unmap(base, ordinary);
+        assert_eq!(byte(page(3)), 40);
     }
 }

@@ -10,11 +10,7 @@ fn begin_paging(world: &mut World, used: &[PageRange]) {
     let region = world.region();
     let begin = region.beginning.begin().expect("it is ordinary memory");
     let guard = region.enter().expect("the region is not closing");
-    world
-        .mapped()
-        .catch(used)
-        .expect("the space does not refuse");
-    let mut rest: Vec<_> = used.to_vec();
+    let mut rest = (world.mapped().catch(used, &[])).expect("the space does not refuse");
     while let Some(pages) = rest.first_mut() {
         for _ in 0..world.below(40) {
             world.step();
@@ -66,12 +62,28 @@ fn words_survive_the_beginning_of_paging() {
             let address = world.mapped().address() + page * world.page_bytes;
             (world.space.try_store(0, address, 1)).expect("no touch is a fault");
         }
+        // The program has some pages for itself.
+        let page = allocated[0].start;
+        let ceded = page..page + world.below(allocated[0].len() + 1);
+        for page in ceded.clone() {
+            let ceded = world.mapped().cede_with_bytes(page * world.page_bytes);
+            ceded.expect("the space does not refuse");
+        }
         let used = allocated.map(pages_of);
         begin_paging(&mut world, &used);
         let budget = world.mapped().pager().shared().frames.budget();
         assert!(budget.peak() <= budget.bytes(), "seed {seed}");
         world.unused.clear();
         for _ in 0..2000 {
+            world.step();
+        }
+        for page in ceded.clone() {
+            let word = world.mapped().region().words.load(PageIndex(page));
+            let is_left_alone = matches!(word.state(), PageState::Poisoned | PageState::Filling);
+            assert!(is_left_alone, "seed {seed}: page {page} is ceded");
+        }
+        world.regain(ceded);
+        for _ in 0..500 {
             world.step();
         }
         world.end();
@@ -94,7 +106,7 @@ fn region_stays_ordinary_where_its_faults_cannot_be_caught() {
     world.shadow[0] = 5;
     world.space.refuse_installs(Some(0..1));
     let bytes = 0..2 * world.page_bytes;
-    let refused = world.mapped().begin_paging(slice::from_ref(&bytes));
+    let refused = world.mapped().begin_paging(slice::from_ref(&bytes), &[]);
     assert!(refused.is_err() && world.mapped().is_ordinary());
     assert!(!world.mapped().region().beginning.catches_faults());
     let budget = world.mapped().pager().shared().frames.budget();
@@ -109,7 +121,7 @@ fn region_stays_ordinary_where_its_faults_cannot_be_caught() {
     assert!(
         world
             .mapped()
-            .begin_paging(&[bytes])
+            .begin_paging(&[bytes], &[])
             .expect("nothing refuses")
     );
     assert_eq!(world.mapped().resident_pages(), 2);
