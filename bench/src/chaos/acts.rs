@@ -27,8 +27,8 @@ const PATIENCE: Duration = Duration::from_secs(120);
 /// Time after which a server that has died is given up: three seconds after the first request that
 /// fails, which is made within a second, and as long again for a busy machine.
 const KNOWN_AFTER: Duration = Duration::from_secs(6);
-/// Time after which a copy that missed a write counts as missing: where all servers are slow, a
-/// request to a silent one waits for a quarter of the deadline.
+/// Time after which a copy that missed a write counts as missing: a request to a silent server
+/// waits for a quarter of the deadline.
 const MISSED_AFTER: Duration = Duration::from_secs(4);
 /// Interval of looks at the statistics where a server is to die in the midst of something short.
 const LOOK: Duration = Duration::from_micros(200);

@@ -5,7 +5,6 @@
 //! callers.
 
 use std::{
-    mem,
     os::fd::BorrowedFd,
     time::{Duration, Instant},
 };
@@ -96,19 +95,6 @@ impl<B> Op<B> {
             buf: self.buf,
             result,
         }
-    }
-
-    /// Gives the operation another tag and buffer. Returns its own buffer. The bytes of the two
-    /// buffers change places.
-    pub(crate) fn exchange(&mut self, tag: u64, mut spare: B) -> B
-    where
-        B: Buf,
-    {
-        let len = self.len as usize;
-        let own = &mut self.buf.as_mut()[..len];
-        own.swap_with_slice(&mut spare.as_mut()[..len]);
-        self.tag = tag;
-        mem::replace(&mut self.buf, spare)
     }
 }
 
@@ -314,27 +300,6 @@ pub trait Channel<B: Buf>: Send {
         self.poll(done)
     }
 
-    /// Takes the buffer of a READ back that has not ended. The READ goes on with another tag, into
-    /// `spare`, which has room for as many bytes, so that a late answer lands there. The first
-    /// `len` bytes of the two buffers change places: what has come already is not lost for the
-    /// READ.
-    ///
-    /// Default: no READ gives its buffer back.
-    ///
-    /// # Errors
-    /// `spare`, if no READ with this tag is in flight, or its buffer cannot be taken from it: an
-    /// adapter may be writing there.
-    fn exchange(&mut self, _tag: u64, (_new_tag, spare): (u64, B)) -> Result<B, B> {
-        Err(spare)
-    }
-
-    /// Gives the connection up, whose answer has been `late` for so long: operations in flight end
-    /// in [`TimedOut`](ChannelError::TimedOut) at the next poll, as they would after the deadline.
-    /// Operations that need no answer may still succeed.
-    ///
-    /// Default: nothing happens, and the operations end by their deadline.
-    fn give_up(&mut self, _late: Duration) {}
-
     /// True if WRITEs are placed in the order in which they were posted, each with all bytes before
     /// the next. Default: false.
     fn writes_in_order(&self) -> bool {
@@ -432,18 +397,6 @@ pub(crate) fn check_len<B: Buf>(op: &Op<B>) {
 /// True if the operation's offset is a multiple of 8, or the operation is no atomic.
 pub(crate) fn is_aligned<B>(op: &Op<B>) -> bool {
     !matches!(op.verb, Verb::Atomic(_)) || op.offset.is_multiple_of(u64::from(WORD_BYTES))
-}
-
-/// Exchanges the buffer of the READ with a tag, if it is among `ops`. See [`Channel::exchange`].
-pub(crate) fn exchange_in<'a, B: Buf>(
-    mut ops: impl Iterator<Item = &'a mut Op<B>>,
-    tag: u64,
-    (new_tag, spare): (u64, B),
-) -> Result<B, B> {
-    match ops.find(|op| op.tag == tag && op.verb == Verb::Read) {
-        Some(op) => Ok(op.exchange(new_tag, spare)),
-        None => Err(spare),
-    }
 }
 
 pub(crate) fn refused<B>(endpoint: &str, op: &Op<B>) -> ChannelError {

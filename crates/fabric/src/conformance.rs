@@ -41,7 +41,6 @@ pub fn check(fabric: Fabric<'_>) {
     let connect = fabric.connect;
     moves::reads_its_own_writes_at_every_size(&connect());
     moves::many_in_flight_end_exactly_once_each_with_its_own_bytes(&connect());
-    moves::a_late_answer_lands_in_the_spare_buffer(&connect());
     moves::a_full_queue_hands_the_operation_back(&connect());
     leases::addresses_beyond_the_extent_are_refused(&connect());
     leases::another_clients_extent_is_refused(&connect(), &connect());
@@ -56,7 +55,6 @@ pub fn check(fabric: Fabric<'_>) {
     leases::a_named_region_outlives_its_session(connect);
     leases::readers_share_a_version_and_cannot_write_it(connect);
     moves::an_idle_channel_asks_for_no_wake_up(&connect());
-    death::a_channel_that_is_given_up_ends_its_operations(&connect());
     match fabric.memory_stays {
         true => death::memory_stays_when_its_server_dies(&connect(), fabric.kill),
         false => death::death_ends_everything_in_bounded_time(&connect(), fabric.kill),

@@ -142,21 +142,6 @@ impl<B: Buf> Channel<B> for Shaped<B> {
         done.len() - before
     }
 
-    fn exchange(&mut self, tag: u64, (new_tag, spare): (u64, B)) -> Result<B, B> {
-        let mine = |slot: &Option<(u64, Instant)>| slot.is_some_and(|(it, _)| it == tag);
-        let Some(slot) = self.slots.iter().position(mine) else {
-            return Err(spare);
-        };
-        // A READ that has ended within, and is held back, is not exchanged.
-        let own = self.inner.exchange(slot as u64, (slot as u64, spare))?;
-        self.slots[slot] = self.slots[slot].map(|(_, due)| (new_tag, due));
-        Ok(own)
-    }
-
-    fn give_up(&mut self, late: Duration) {
-        self.inner.give_up(late);
-    }
-
     /// Returns false even if the fabric's WRITEs are in order: bytes are placed before the link has
     /// moved them, so a WRITE that announces others has to wait for their completions.
     fn writes_in_order(&self) -> bool {

@@ -444,19 +444,6 @@ impl<B: Buf> Channel<B> for ShmChannel<B> {
         done.len() - before
     }
 
-    fn exchange(&mut self, tag: u64, other: (u64, B)) -> Result<B, B> {
-        match &mut self.asking {
-            Some(asking) => asking.exchange(tag, other),
-            None => Err(other.1),
-        }
-    }
-
-    fn give_up(&mut self, late: Duration) {
-        if let Some(asking) = &mut self.asking {
-            asking.give_up(late);
-        }
-    }
-
     /// Returns false if the server executes some WRITEs: they take longer than copies.
     fn writes_in_order(&self) -> bool {
         self.asking.is_none()

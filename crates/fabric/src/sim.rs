@@ -3,8 +3,7 @@
 //! The rule it keeps: all events depend on the seed and on the order of calls alone. A step is one
 //! [`poll`](Channel::poll) of a channel. Injected: delay, reordering, a link rate, lost operations
 //! (which may have taken place or not, and WRITEs among them may yet, until their line has a new
-//! channel), READs that bring a wrong byte, a cut that heals, a server that stops and goes on, its
-//! death.
+//! channel), READs that bring a wrong byte, a cut that heals, the server's death.
 
 mod channel;
 mod host;
@@ -52,7 +51,7 @@ impl SimSession {
     }
 
     pub(crate) fn call(&self, request: Request) -> Result<Response, RequestError> {
-        if let Some(reason) = self.server.why_unreachable() {
+        if let Some(reason) = self.server.silence() {
             return Err(RequestError::NotAsked(reason));
         }
         let is_lost = matches!(request, Request::Publish { .. } | Request::Prepare { .. })

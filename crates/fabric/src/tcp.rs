@@ -25,7 +25,7 @@ use farpage_wire::data::{
 use crate::{
     Buf, Busy, Channel, ChannelError, Completion, Op, PollInterest, Since, Verb,
     attachment::Attachment,
-    channel::{check_len, exchange_in, refused},
+    channel::{check_len, refused},
     nonblocking::{describe, retry},
     stream::PeerStream,
 };
@@ -96,19 +96,6 @@ impl<B: Buf> Channel<B> for TcpChannel<B> {
 
     fn poll_within(&mut self, done: &mut Vec<Completion<B>>, patience: Duration) -> usize {
         self.advance(done, Some(patience))
-    }
-
-    fn exchange(&mut self, tag: u64, other: (u64, B)) -> Result<B, B> {
-        exchange_in(self.ops.iter_mut().map(|flying| &mut flying.op), tag, other)
-    }
-
-    fn give_up(&mut self, late: Duration) {
-        let endpoint = self.attachment.endpoint.clone();
-        let error = ChannelError::TimedOut {
-            endpoint,
-            deadline: late,
-        };
-        self.dead.get_or_insert(error);
     }
 
     /// Returns true: the server receives WRITEs one after the other from one stream.

@@ -76,17 +76,6 @@ impl fmt::Display for Stats {
         if store.failovers > 0 {
             write!(f, "; {} reads by another copy", store.failovers)?;
         }
-        if store.hedges > 0 {
-            write!(
-                f,
-                "; {} reads sent again because of a late answer, {} of them answered first",
-                store.hedges, store.hedges_won
-            )?;
-        }
-        if store.connections_given_up > 0 {
-            let given_up = store.connections_given_up;
-            write!(f, "; {given_up} connections to silent servers given up")?;
-        }
         if store.under_protected_bytes > 0 {
             let lacking = ByteSize(store.under_protected_bytes);
             write!(f, "; {lacking} have fewer copies than asked for")?;

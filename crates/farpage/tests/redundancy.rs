@@ -210,45 +210,6 @@ fn a_server_that_stalls_holds_nobody_up_for_long() {
     array.close().unwrap();
 }
 
-/// A server that stands still for a moment costs no error and no page. Over shared memory the
-/// server is needed for what it keeps on its disk.
-#[test]
-fn reads_go_around_a_silent_server_and_its_connections_are_given_up() {
-    let Some(_watchdog) = begin(300) else { return };
-    let mut rng = Rng(seed());
-    for (fabric, mode) in [
-        (Fabric::Tcp, FaultMode::Filler),
-        (Fabric::Tcp, FaultMode::InThread),
-        (Fabric::Shm, FaultMode::Filler),
-        (Fabric::Shm, FaultMode::InThread),
-    ] {
-        let start = |_| match fabric {
-            Fabric::Shm => ServerProcess::start_spilling(SERVING, fabric, 256 * MIB, 20 * MIB),
-            _ => ServerProcess::start(SERVING, fabric, 256 * MIB),
-        };
-        let servers: Vec<_> = (0..3).map(start).collect();
-        let runtime = runtime(&servers, mode);
-        let mut array = runtime.array::<u64>(ARRAY_BYTES / 8).unwrap();
-        let (_, words) = shared(&mut array);
-        update_amid(words, rng.next(), || {
-            wait_for_writes(&runtime);
-            servers[rng.below(3)].signal(Signal::SIGSTOP);
-            wait_until("the silence is noticed", || {
-                let store = runtime.stats().store;
-                store.hedges_won > 0 && store.connections_given_up > 0
-            });
-            servers.iter().for_each(|it| it.signal(Signal::SIGCONT));
-            wait_for_writes(&runtime);
-        });
-        array.flush().unwrap();
-        println!("{fabric:?}, {mode:?}: {}", runtime.stats());
-        let stats = runtime.stats();
-        let harm = (stats.pager.poisoned, stats.store.corrupt);
-        assert_eq!(harm, (0, 0), "{stats}");
-        array.close().unwrap();
-    }
-}
-
 /// Returns the bytes that a server has granted, by its own count.
 fn granted_bytes(runtime: &Runtime, server: &ServerProcess) -> u64 {
     granted_bytes_if_alive(runtime, server).expect("the server lives")

@@ -267,7 +267,8 @@ print('done', max(sums))
         assert!(ours.status.success(), "{mode:?} {printed} {said}");
         let most = printed.trim().strip_prefix("done ");
         let most: u64 = most.unwrap().parse().unwrap();
-        // Each process has 10 MiB of its own at most.
-        assert!(most < 48 + 4 * 10, "{mode:?} {printed} {said}");
+        // Each process has 10 MiB of its own at most. Processes are looked at one after another:
+        // room that one has given up, and another has taken since, may count twice.
+        assert!(most < 48 + 4 * 10 + 8, "{mode:?} {printed} {said}");
     }
 }

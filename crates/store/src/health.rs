@@ -1,9 +1,8 @@
 //! [`ServerHealth`]: which servers answer.
 //!
 //! The rule it keeps: a server is *suspect* from the first transient failure until an operation
-//! succeeds there, and *slow* from the first late answer until one is in time. Both are hints for
-//! the choice among copies of a page. What suspicion means for the memory of a server is left to
-//! the [repairs](crate::repair).
+//! succeeds there. Suspicion is a hint for the choice among copies of a page. What suspicion means
+//! for the memory of a server is left to the [repairs](crate::repair).
 
 use std::{
     sync::{
@@ -16,19 +15,12 @@ use std::{
 
 use crate::roster::SERVERS_MAX;
 
-/// Interval of probes of a slow server, each of which may take as long as a hedge: rare enough that
-/// they delay one fault in thousands.
-const PROBE_EVERY_MS: u64 = 100;
-
 /// Health of each server of a cluster, by the number of its session. Signal handlers read and
 /// write it: nothing here allocates or waits.
 pub(crate) struct ServerHealth {
     /// Time of the first failure since the last success, in milliseconds since `began`, plus 1.
     /// Zero: the server is not suspect. Relaxed: hints, which no memory depends on.
     suspect_since: Box<[AtomicU64]>,
-    /// Time of the last sign that a server is slow, in milliseconds since `began`, plus 1: a late
-    /// answer, or a probe. Zero: an answer in time came since. Relaxed: hints, as above.
-    slow_at: Box<[AtomicU64]>,
     /// Flags of the servers, true if an operation has succeeded there since the last look.
     heard: Box<[AtomicBool]>,
     /// Flags of the servers that are being emptied, or were.
@@ -52,7 +44,6 @@ impl ServerHealth {
     pub(crate) fn new(reopen_within: Duration) -> Self {
         Self {
             suspect_since: (0..SERVERS_MAX).map(|_| AtomicU64::new(0)).collect(),
-            slow_at: (0..SERVERS_MAX).map(|_| AtomicU64::new(0)).collect(),
             heard: (0..SERVERS_MAX).map(|_| AtomicBool::new(false)).collect(),
             leaving: (0..SERVERS_MAX).map(|_| AtomicBool::new(false)).collect(),
             emptied: (0..SERVERS_MAX).map(|_| AtomicBool::new(false)).collect(),
@@ -78,9 +69,10 @@ impl ServerHealth {
 
     /// Notes that an operation failed at a server for a transient reason.
     pub(crate) fn failed(&self, server: usize) {
+        let now = self.began.elapsed().as_millis() as u64 + 1;
         let first = self.suspect_since[server].compare_exchange(
             0,
-            self.now_ms(),
+            now,
             Ordering::Relaxed,
             Ordering::Relaxed,
         );
@@ -104,38 +96,6 @@ impl ServerHealth {
             self.suspect_since[server].store(0, Ordering::Relaxed);
             self.changed();
         }
-    }
-
-    /// Notes that an answer of a server is late: the server is slow.
-    pub(crate) fn late(&self, server: usize) {
-        self.slow_at[server].store(self.now_ms(), Ordering::Relaxed);
-    }
-
-    /// Notes a request to a server. If the server is slow, the request is a probe, and the next one
-    /// follows after [`PROBE_EVERY_MS`].
-    pub(crate) fn probed(&self, server: usize) {
-        if self.slow_at[server].load(Ordering::Relaxed) != 0 {
-            self.late(server);
-        }
-    }
-
-    /// Notes that a server answered in time: the server is not slow.
-    pub(crate) fn in_time(&self, server: usize) {
-        if self.slow_at[server].load(Ordering::Relaxed) != 0 {
-            self.slow_at[server].store(0, Ordering::Relaxed);
-        }
-    }
-
-    /// True if the server is neither suspect nor slow, or is to be probed.
-    pub(crate) fn is_prompt(&self, server: usize) -> bool {
-        let slow_at = self.slow_at[server].load(Ordering::Relaxed);
-        let is_slow = || self.now_ms().saturating_sub(slow_at) < PROBE_EVERY_MS;
-        self.is_fine(server) && (slow_at == 0 || !is_slow())
-    }
-
-    /// Returns the milliseconds since `began`, plus 1.
-    fn now_ms(&self) -> u64 {
-        self.began.elapsed().as_millis() as u64 + 1
     }
 
     /// True if an operation has succeeded at the server since the last call.

@@ -20,14 +20,10 @@
 //!
 //! Deliberately absent: fairness between regions, and priorities. The pager decides what to start.
 
-mod allowance;
 mod channels;
 mod copies;
 mod decode;
 mod fill;
-mod hedge;
-mod late;
-mod pace;
 mod port;
 mod run;
 mod sources;
@@ -47,8 +43,6 @@ use nix::poll::{PollFd, PollFlags};
 
 pub use self::run::{RunBuffer, RunCompletion, RunCounts, RunTiming, StoreCall};
 use self::{
-    allowance::Hedges,
-    late::LateReads,
     port::{Port, PortState, Ports},
     run::{Direction, IoRun, SlotTransfer, Spare, Task},
     sources::SourceReads,
@@ -107,7 +101,6 @@ pub struct IoQueue<R, F: RunBuffer> {
     ops_in_flight: usize,
     staging: Staging,
     sources: SourceReads,
-    hedges: Hedges,
     coder: Coder,
     completions: Vec<Completion<IoBuf<F>>>,
     ended_calls: Receiver<Box<StoreCall<F>>>,
@@ -184,7 +177,6 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
             ops_in_flight: 0,
             staging: Staging::new(cluster.registered.clone()),
             sources: SourceReads::new(cluster.registered.clone()),
-            hedges: Hedges::new(LateReads::new(cluster.registered.clone())),
             coder: Coder::new(),
             completions: Vec::new(),
             ended_calls,
@@ -240,7 +232,6 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
         hashes.reserve(pages);
         self.spare.push((parts, hashes));
         self.prepare_decoding(store, pages);
-        self.prepare_hedges(store, pages);
         if let Backing::Remote(remote) = &store.backing
             && !remote.scheme.is_raw()
         {
@@ -341,7 +332,6 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
             let run = self.take(index);
             self.advance(index, run);
         }
-        self.look_for_silence();
         self.watch.looked();
         !self.ready.is_empty()
     }
@@ -412,9 +402,6 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
         }
         let mut until = self.look_again;
         let mut sooner = |time: Option<Instant>| until = until.into_iter().chain(time).min();
-        if self.ops_in_flight > 0 {
-            sooner(self.hedges.next_look());
-        }
         let mut waker = self.has_calls_elsewhere();
         if !self.ports.absent.backlog.is_empty() {
             return Some(Instant::now());

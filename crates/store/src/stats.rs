@@ -120,12 +120,6 @@ counters! {
     retries,
     /// READs that another copy served than the first.
     failovers,
-    /// READs that were sent again, elsewhere, because their answers were late.
-    hedges,
-    /// READs that were sent again because of a late answer, and answered first.
-    hedges_won,
-    /// Connections that were given up because nothing came from a server while others answered.
-    connections_given_up,
     /// Pages that came back different from what was written, from one copy or all.
     corrupt,
     /// Pages whose fill or write-back ended with an error.

@@ -1,9 +1,6 @@
 //! The death of a server.
 
-use std::{
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::{sync::Arc, time::Instant};
 
 use super::kit::{PATIENCE, channel, drain, grant, one, op, pattern, post, read, write};
 use crate::{ChannelError, Session, Verb};
@@ -29,28 +26,6 @@ pub(super) fn memory_stays_when_its_server_dies(
         }
     }
     assert!(begun.elapsed() < PATIENCE);
-}
-
-pub(super) fn a_channel_that_is_given_up_ends_its_operations(session: &Arc<Session>) {
-    let extent = grant(session, 32 << 20);
-    let mut busy = channel(session);
-    for i in 0..16 {
-        let verb = if i % 2 == 0 { Verb::Write } else { Verb::Read };
-        post(&mut *busy, op(verb, extent.id, i << 20, vec![1; 1 << 20]));
-    }
-    let begun = Instant::now();
-    busy.give_up(Duration::from_millis(25));
-    let done = drain(&mut *busy);
-    assert_eq!(done.len(), 16, "every operation ends");
-    assert!(begun.elapsed() < PATIENCE);
-    for completion in done {
-        if let Err(error) = completion.result {
-            assert!(matches!(error, ChannelError::TimedOut { .. }), "{error}");
-        }
-        assert_eq!(completion.buf.len(), 1 << 20, "buffers come back");
-    }
-    // The server is there, and another channel shows it.
-    read(&mut *channel(session), extent.id, 0, 4096);
 }
 
 pub(super) fn death_ends_everything_in_bounded_time(

@@ -3,7 +3,7 @@
 use std::{collections::HashSet, sync::Arc, thread};
 
 use super::kit::{channel, drain, grant, one, op, pattern, post, read, sleep, write};
-use crate::{Busy, Channel, Completion, MAX_OP_BYTES, Op, Session, Verb};
+use crate::{Busy, Completion, MAX_OP_BYTES, Op, Session, Verb};
 
 pub(super) fn reads_its_own_writes_at_every_size(session: &Arc<Session>) {
     let mut channel = channel(session);
@@ -33,70 +33,6 @@ pub(super) fn reads_its_own_writes_at_every_size(session: &Arc<Session>) {
     let done = one(&mut *channel, shorter);
     let expected = [vec![1; 20], vec![2; 10], vec![1; 10], vec![3; 60]].concat();
     assert_eq!(done.buf, expected);
-}
-
-/// Bytes of a READ go to the buffer that the READ has when they come, and to no earlier one.
-pub(super) fn a_late_answer_lands_in_the_spare_buffer(session: &Arc<Session>) {
-    check_exchange(session, channel(session));
-}
-
-fn check_exchange(session: &Session, mut channel: Box<dyn Channel<Vec<u8>>>) {
-    const BYTES: usize = 1 << 20;
-    let extent = grant(session, 8 << 20);
-    for at in 0..4 {
-        write(
-            &mut *channel,
-            extent.id,
-            at * BYTES as u64,
-            pattern(at, BYTES),
-        );
-    }
-    let spare = || vec![0x55; BYTES];
-    let exchanged = channel.exchange(0, (100, spare()));
-    assert_eq!(exchanged, Err(spare()), "nothing is in flight");
-    // An exchange before the first poll, and ever later ones, in the midst of an answer.
-    for polls in 0..8 {
-        let mut done = Vec::new();
-        for at in 0..4 {
-            let tag = at * BYTES as u64;
-            post(
-                &mut *channel,
-                op(Verb::Read, extent.id, tag, vec![0xee; BYTES]),
-            );
-        }
-        for _ in 0..polls {
-            channel.poll(&mut done);
-        }
-        let is_done = |tag: u64, done: &[Completion<Vec<u8>>]| done.iter().any(|it| it.tag == tag);
-        let mut kept = Vec::new();
-        for tag in [0, BYTES as u64] {
-            let was_done = is_done(tag, &done);
-            match channel.exchange(tag, (tag + 1, spare())) {
-                Ok(own) => {
-                    assert!(!was_done && own == spare(), "the bytes change places");
-                    kept.push(own);
-                }
-                Err(refused) => assert!(refused == spare(), "a refusal changes nothing"),
-            }
-        }
-        done.extend(drain(&mut *channel));
-        assert_eq!(done.len(), 4, "every operation ends");
-        for completion in &done {
-            completion.result.as_ref().expect("leased memory");
-            let right = pattern(completion.tag / BYTES as u64, BYTES);
-            assert!(
-                completion.buf == right,
-                "{polls} polls, tag {}",
-                completion.tag
-            );
-        }
-        let renamed = done.iter().filter(|it| it.tag % BYTES as u64 == 1).count();
-        assert_eq!(renamed, kept.len(), "an exchanged READ has its new tag");
-        assert!(
-            kept.iter().all(|own| *own == spare()),
-            "the late answer came here"
-        );
-    }
 }
 
 pub(super) fn many_in_flight_end_exactly_once_each_with_its_own_bytes(session: &Arc<Session>) {
@@ -244,85 +180,4 @@ pub(super) fn an_idle_channel_asks_for_no_wake_up(session: &Arc<Session>) {
         "{wait:?}"
     );
     assert_eq!(channel.poll(&mut Vec::new()), 0);
-}
-
-#[cfg(test)]
-mod tests {
-    use std::panic::{AssertUnwindSafe, catch_unwind};
-
-    use super::*;
-    use crate::{
-        Busy, PollInterest, SessionOptions,
-        sim::{SimConfig, SimServer},
-    };
-
-    /// Defect of a channel's exchange.
-    #[derive(Clone, Copy, Debug, PartialEq)]
-    enum Defect {
-        None,
-        /// The READ keeps its tag: the late answer seems to be the answer of the hedge.
-        KeepsTag,
-        /// Bytes that had come stay in the buffer that is handed back.
-        LosesBytes,
-    }
-
-    /// Channel whose exchange has a defect.
-    struct Broken {
-        inner: Box<dyn Channel<Vec<u8>>>,
-        defect: Defect,
-        exchanged: Vec<u64>,
-    }
-
-    impl Channel<Vec<u8>> for Broken {
-        fn post(&mut self, op: Op<Vec<u8>>) -> Result<(), Busy<Vec<u8>>> {
-            self.inner.post(op)
-        }
-
-        fn poll(&mut self, done: &mut Vec<Completion<Vec<u8>>>) -> usize {
-            let before = done.len();
-            let count = self.inner.poll(done);
-            for completion in &mut done[before..] {
-                let is_exchanged = self.exchanged.contains(&completion.tag);
-                if is_exchanged && self.defect == Defect::LosesBytes {
-                    completion.buf[..4096].fill(0x55);
-                }
-            }
-            count
-        }
-
-        fn exchange(&mut self, tag: u64, (new, spare): (u64, Vec<u8>)) -> Result<Vec<u8>, Vec<u8>> {
-            let new = match self.defect {
-                Defect::KeepsTag => tag,
-                _ => new,
-            };
-            let own = self.inner.exchange(tag, (new, spare))?;
-            self.exchanged.push(new);
-            Ok(own)
-        }
-
-        fn in_flight(&self) -> usize {
-            self.inner.in_flight()
-        }
-
-        fn wait(&self) -> PollInterest<'_> {
-            self.inner.wait()
-        }
-    }
-
-    #[test]
-    fn the_check_of_exchanges_finds_broken_ones() {
-        let server = SimServer::new(SimConfig::new(1));
-        for defect in [Defect::None, Defect::KeepsTag, Defect::LosesBytes] {
-            let session = server.session(&SessionOptions::default());
-            let session = session.expect("a live server");
-            let broken = Broken {
-                inner: channel(&session),
-                defect,
-                exchanged: Vec::new(),
-            };
-            let check = || check_exchange(&session, Box::new(broken));
-            let found = catch_unwind(AssertUnwindSafe(check)).is_err();
-            assert_eq!(found, defect != Defect::None, "{defect:?}");
-        }
-    }
 }

@@ -11,7 +11,7 @@ use std::{
     io,
     os::fd::{AsFd, BorrowedFd},
     sync::Arc,
-    time::{Duration, Instant},
+    time::Instant,
 };
 
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
@@ -190,14 +190,6 @@ impl<B: Buf> Channel<B> for RdmaChannel<B> {
         let before = done.len();
         self.0.turn(&mut |_, completion| done.push(completion));
         done.len() - before
-    }
-
-    fn exchange(&mut self, tag: u64, other: (u64, B)) -> Result<B, B> {
-        self.0.queues[0].exchange(tag, other)
-    }
-
-    fn give_up(&mut self, late: Duration) {
-        self.0.queues[0].give_up(late);
     }
 
     /// Returns true: a reliable connection executes requests in their order.

@@ -12,11 +12,7 @@
 //! so one report stands for all before it. READ and WRITE of the same bytes at the same time are in
 //! no order, as everywhere in this crate.
 
-use std::{
-    collections::VecDeque,
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::{collections::VecDeque, sync::Arc, time::Instant};
 
 use super::{
     bounce::{Bounce, Segment},
@@ -29,7 +25,7 @@ use super::{
 use crate::{
     Buf, Busy, ChannelError, Completion, Op, Since, Verb,
     attachment::Attachment,
-    channel::{check_len, exchange_in, is_aligned, refused},
+    channel::{check_len, is_aligned, refused},
     nonblocking::describe,
     regmem::DomainId,
 };
@@ -172,26 +168,6 @@ impl<B: Buf> SendQueue<B> {
             self.ring();
         }
         Ok(())
-    }
-
-    /// Exchanges the buffer of a READ that does not go straight into it: the adapter may be writing
-    /// into a registered one. See [`Channel::exchange`](crate::Channel::exchange).
-    pub(super) fn exchange(&mut self, tag: u64, other: (u64, B)) -> Result<B, B> {
-        let passing = self
-            .ops
-            .iter_mut()
-            .filter(|flying| flying.passage != Passage::Direct);
-        exchange_in(passing.map(|flying| &mut flying.op), tag, other)
-    }
-
-    /// Makes the queue dead, whose answer has been `late` for so long.
-    pub(super) fn give_up(&mut self, late: Duration) {
-        let endpoint = self.attachment.endpoint.clone();
-        let error = ChannelError::TimedOut {
-            endpoint,
-            deadline: late,
-        };
-        self.dead.get_or_insert(error);
     }
 
     pub(super) fn in_flight(&self) -> usize {

@@ -9,13 +9,7 @@
 //! The server does the rest on a second connection: atomics, absent chunks, and operations that do
 //! not count. A client that has seen that a chunk is absent looks again before it touches it.
 
-use std::{
-    collections::VecDeque,
-    io,
-    os::fd::AsFd,
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::{collections::VecDeque, io, os::fd::AsFd, sync::Arc, time::Instant};
 
 use farpage_wire::{
     ExtentId,
@@ -339,17 +333,6 @@ impl<B: Buf, A: Channel<B> + AsFd> Channel<B> for PagedChannel<B, A> {
         self.ask();
         self.asking.poll(done);
         done.len() - before
-    }
-
-    /// Exchanges the buffer of a READ that the server executes. Those of the adapter's READs have
-    /// words beside them, and stay.
-    fn exchange(&mut self, tag: u64, other: (u64, B)) -> Result<B, B> {
-        self.asking.exchange(tag, other)
-    }
-
-    fn give_up(&mut self, late: Duration) {
-        self.queue.give_up(late);
-        self.asking.give_up(late);
     }
 
     fn in_flight(&self) -> usize {

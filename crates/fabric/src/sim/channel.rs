@@ -13,7 +13,7 @@ use super::server::{Late, Random, SimServer};
 use crate::{
     Buf, Busy, Channel, ChannelError, Completion, Op, PollInterest, Verb,
     attachment::KeepAlive,
-    channel::{check_len, exchange_in, refused},
+    channel::{check_len, refused},
     memory::ExtentMemory,
 };
 
@@ -101,14 +101,11 @@ impl<B: Buf> Channel<B> for SimChannel<B> {
 
     fn poll(&mut self, done: &mut Vec<Completion<B>>) -> usize {
         let before = done.len();
-        self.step += u64::from(!self.server.is_stopped());
+        self.step += 1;
         if let Some(reason) = self.server.silence() {
             let endpoint = self.server.endpoint();
             self.dead
                 .get_or_insert(ChannelError::Disconnected { endpoint, reason });
-        }
-        if self.server.is_stopped() && self.dead.is_none() {
-            return 0;
         }
         // 0. WRITEs that other channels gave up may land now.
         let mut late = self.server.late.lock();
@@ -155,36 +152,14 @@ impl<B: Buf> Channel<B> for SimChannel<B> {
         done.len() - before
     }
 
-    fn exchange(&mut self, tag: u64, other: (u64, B)) -> Result<B, B> {
-        exchange_in(
-            self.flying.iter_mut().map(|flying| &mut flying.op),
-            tag,
-            other,
-        )
-    }
-
-    fn give_up(&mut self, late: Duration) {
-        let endpoint = self.server.endpoint();
-        let error = ChannelError::TimedOut {
-            endpoint,
-            deadline: late,
-        };
-        self.dead.get_or_insert(error);
-    }
-
     fn in_flight(&self) -> usize {
         self.flying.len()
     }
 
     fn wait(&self) -> PollInterest<'_> {
-        // A step passes with every poll, so there is nothing to sleep for, unless the server is
-        // stopped.
-        let pause = match self.server.is_stopped() && self.dead.is_none() {
-            true => Duration::from_millis(1),
-            false => Duration::ZERO,
-        };
+        // A step passes with every poll, so there is nothing to sleep for.
         PollInterest {
-            until: (!self.flying.is_empty()).then(|| Instant::now() + pause),
+            until: (!self.flying.is_empty()).then(Instant::now),
             ..PollInterest::default()
         }
     }

@@ -70,8 +70,6 @@ pub struct SimServer {
     pub(super) dies_at: AtomicU64,
     /// True while clients cannot reach the server.
     cut: AtomicBool,
-    /// True while the server answers nothing.
-    stopped: AtomicBool,
     pub(super) ops: AtomicU64,
     pub(super) channels: AtomicU64,
     pub(super) lose_answer: AtomicBool,
@@ -110,7 +108,6 @@ impl SimServer {
             config,
             death: Arc::default(),
             cut: AtomicBool::new(false),
-            stopped: AtomicBool::new(false),
             ops: AtomicU64::new(0),
             channels: AtomicU64::new(0),
             lose_answer: AtomicBool::new(false),
@@ -140,33 +137,11 @@ impl SimServer {
         self.cut.store(false, Ordering::Relaxed);
     }
 
-    /// Stops the server: operations wait without an answer until [`go_on`](Self::go_on), in open
-    /// channels. Calls fail, and no other channel opens.
-    pub fn stop(&self) {
-        self.stopped.store(true, Ordering::Relaxed);
-    }
-
-    /// Ends a [`stop`](Self::stop): operations that wait go on.
-    pub fn go_on(&self) {
-        self.stopped.store(false, Ordering::Relaxed);
-    }
-
-    /// True between [`stop`](Self::stop) and [`go_on`](Self::go_on).
-    pub(super) fn is_stopped(&self) -> bool {
-        self.stopped.load(Ordering::Relaxed)
-    }
-
-    /// Returns the reason why open channels end.
+    /// Returns the reason why nothing reaches the server.
     pub(super) fn silence(&self) -> Option<String> {
         let cut = || self.cut.load(Ordering::Relaxed);
         let why = || "the simulated server was cut off".to_owned();
         self.death.reason().or_else(|| cut().then(why))
-    }
-
-    /// Returns the reason why nothing new reaches the server.
-    pub(super) fn why_unreachable(&self) -> Option<String> {
-        let why = || "the simulated server was stopped".to_owned();
-        self.silence().or_else(|| self.is_stopped().then(why))
     }
 
     /// Loses the answer to the next publication, which takes place all the same.
@@ -197,7 +172,7 @@ impl SimServer {
     }
 
     pub(crate) fn alive(&self) -> Result<(), ConnectError> {
-        match self.why_unreachable() {
+        match self.silence() {
             None => Ok(()),
             Some(reason) => {
                 let source = std::io::Error::new(std::io::ErrorKind::ConnectionRefused, reason);

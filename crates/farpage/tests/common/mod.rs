@@ -176,7 +176,7 @@ pub struct ServerProcess {
     pub url: String,
     test: String,
     /// Bytes that the server lends, its lease and drain timeout in milliseconds, and its directory
-    /// of names or the bytes that it holds in memory, if it has one of these.
+    /// of names, if it has one.
     lends: String,
     child: TestProcess,
     _directory: TempDir,
@@ -226,21 +226,6 @@ impl ServerProcess {
         Self::start_lending(test, fabric, lends)
     }
 
-    /// Starts a server as [`start`](Self::start) does that holds `memory_bytes` of what it lends,
-    /// and keeps the rest on a disk.
-    pub fn start_spilling(
-        test: &str,
-        fabric: Fabric,
-        capacity_bytes: usize,
-        memory_bytes: usize,
-    ) -> ServerProcess {
-        Self::start_lending(
-            test,
-            fabric,
-            format!("{capacity_bytes} 60000 0 {memory_bytes}"),
-        )
-    }
-
     fn start_lending(test: &str, fabric: Fabric, lends: String) -> ServerProcess {
         let directory = tempfile::tempdir().unwrap();
         let listen = fabric.listen(&directory);
@@ -286,23 +271,16 @@ pub fn serve_if_asked() -> bool {
         return false;
     };
     let words: Vec<_> = what.split(' ').collect();
-    let (&[listen, capacity_bytes, lease_ms, drain_ms], kept) = words
+    let (&[listen, capacity_bytes, lease_ms, drain_ms], persist) = words
         .split_first_chunk()
         .unwrap_or_else(|| panic!("{SERVE}={what}"));
     let mut server = Server::builder();
-    match kept {
-        [directory, soon] => {
-            let when = match *soon {
-                "true" => Persistence::Soon,
-                _ => Persistence::AtOnce,
-            };
-            server = server.persist(directory.into(), when);
-        }
-        [memory_bytes] => {
-            let memory_bytes = memory_bytes.parse().unwrap();
-            server = server.memory(memory_bytes).spill(env::temp_dir());
-        }
-        _ => {}
+    if let [directory, soon] = persist {
+        let when = match *soon {
+            "true" => Persistence::Soon,
+            _ => Persistence::AtOnce,
+        };
+        server = server.persist(directory.into(), when);
     }
     let server = server
         .listen(listen.parse().unwrap())

@@ -9,9 +9,7 @@ use std::{mem, time::Instant};
 use farpage_fabric::{ChannelError, Completion, Op, Verb};
 
 use super::{
-    IoQueue,
-    late::LateReads,
-    place_of,
+    IoQueue, place_of,
     port::{Port, PortState},
     run::{Direction, IoRun, RunBuffer, SlotTransfer, Task},
     sources::SourceReads,
@@ -55,17 +53,10 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
         buf: IoBuf<F>,
     ) {
         match remote.pool.has_copies() {
-            true => {
-                self.hedges.begin(run.way);
-                self.aim_first(run.way, remote, &mut transfer);
-            }
+            true => self.aim_first(run.way, remote, &mut transfer),
             false => _ = transfer.aim_home(remote),
         }
         run.parts[part].task = Task::Moving(transfer);
-        run.parts[part].late = None;
-        if self.ops_in_flight == 0 {
-            self.hedges.look_at = None;
-        }
         self.ops_in_flight += 1;
         self.watch.posted(run.way.index());
         self.send((index, part), run, remote, transfer, buf);
@@ -95,16 +86,12 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
         transfer: SlotTransfer,
         buf: IoBuf<F>,
     ) {
-        run.parts[part].seen = None;
         if transfer.is_decoded() {
             return self.begin_decoding((index, part), run, transfer, buf);
         }
-        let port = remote.pool.port(transfer.server);
-        if remote.pool.has_copies() {
-            self.ports[port].note_asked();
-        }
         let SlotTransfer {
             place,
+            server,
             extent,
             bytes,
             ..
@@ -123,7 +110,7 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
             len,
             buf,
         };
-        self.ports[port].post(op);
+        self.ports[remote.pool.port(server)].post(op);
     }
 
     /// Lets one port make progress.
@@ -187,17 +174,12 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
             tag, buf, result, ..
         } = completion;
         match &result {
-            Ok(()) => {
-                self.ports[at].succeeded();
-                self.note_answer(at, tag);
-            }
+            Ok(()) => self.ports[at].succeeded(),
             Err(error) if error.is_transient() => self.ports[at].failed(error),
-            // The server refused the request.
-            Err(_) => self.ports[at].note_heard(),
+            Err(_) => {}
         }
         match result {
             result if SourceReads::is_one(tag) => self.complete_source(tag, buf, result),
-            result if LateReads::is_one(tag) => self.complete_late(tag, buf, result),
             result if self.has_copies(tag) => self.complete_copy(tag, buf, result),
             Err(error) if error.is_transient() || self.has_moved(tag) => {
                 self.repeat(tag, buf, error);

@@ -205,8 +205,7 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
     }
 
     /// Chooses the copy to read: the first one that is Good and whose port is open, of a server
-    /// that is neither suspect nor slow if there is one, else of one that is not suspect. `tried`
-    /// are positions that do not come into question.
+    /// that is not suspect if there is one. `tried` are positions that do not come into question.
     fn choose_read(
         &mut self,
         remote: &RemoteStore,
@@ -216,11 +215,9 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
         let port = |member: &Member| remote.pool.port(member.server);
         let is_open = |(_, member): &(u8, Member)| self.ports[port(member)].is_open();
         let is_fine = |(_, member): &(u8, Member)| self.ports[port(member)].is_fine();
-        let is_prompt = |(_, member): &(u8, Member)| self.ports[port(member)].is_prompt();
         let untried = || group.good().filter(|(at, _)| tried & (1 << at) == 0);
         let found = untried()
-            .find(|it| is_open(it) && is_prompt(it))
-            .or_else(|| untried().find(|it| is_open(it) && is_fine(it)))
+            .find(|it| is_open(it) && is_fine(it))
             .or_else(|| untried().find(is_open))?;
         for (_, member) in untried().take_while(|(at, _)| *at < found.0) {
             // The copy is read again once the way to it is open.
@@ -308,10 +305,6 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
                 }
                 if way == Direction::WriteBack && error.is_transient() {
                     transfer.doubt |= bit;
-                }
-                if let Some(late) = run.parts[part].late {
-                    // The copy whose answer is late is all that may be left.
-                    transfer.tried &= !self.hedges.late.get(late).transfer.bit();
                 }
             }
         }

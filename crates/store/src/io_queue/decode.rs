@@ -66,21 +66,17 @@ impl<B: Buf> Ports<B> {
     ) -> Option<(u16, u16)> {
         let port = |home: &Member| &self[remote.pool.port(home.server)];
         let choose = |but: u16| {
-            let prompt = view.sources(but, |home| port(home).is_open() && port(home).is_prompt());
-            let fine = || view.sources(but, |home| port(home).is_open() && port(home).is_fine());
+            let fine = view.sources(but, |home| port(home).is_open() && port(home).is_fine());
             let open = || view.sources(but, |home| port(home).is_open());
             let any = || view.sources(but, |home| !port(home).is_lost());
             // Most of a damaged extent is right.
             let is_there = |home: &Member| home.state != MemberState::Dead && port(home).is_open();
             let damaged = || view.any_sources(but, is_there);
-            prompt
-                .or_else(fine)
-                .or_else(open)
-                .or_else(|| match (any(), way) {
-                    (None, _) => damaged(),
-                    (any, Way::Awaited) => any,
-                    (Some(_), Way::Open) => None,
-                })
+            fine.or_else(open).or_else(|| match (any(), way) {
+                (None, _) => damaged(),
+                (any, Way::Awaited) => any,
+                (Some(_), Way::Open) => None,
+            })
         };
         let first = choose(decoding.refused)?;
         // The first choice serves twice. Then one source after the other is left out.
@@ -111,7 +107,7 @@ impl SlotTransfer {
 
 impl<F: RunBuffer> RunPart<F> {
     /// Keeps the buffer that sources are summed up in.
-    pub(super) fn keep_sum(&mut self, buf: IoBuf<F>) {
+    fn keep_sum(&mut self, buf: IoBuf<F>) {
         match buf {
             IoBuf::Frame(frame) => self.frame = Some(frame),
             IoBuf::Staging(block) => self.sum = Some(block),
@@ -119,7 +115,7 @@ impl<F: RunBuffer> RunPart<F> {
     }
 
     /// Takes the buffer that sources are summed up in.
-    pub(super) fn take_sum(&mut self) -> IoBuf<F> {
+    fn take_sum(&mut self) -> IoBuf<F> {
         match self.sum.take() {
             Some(block) => IoBuf::Staging(block),
             None => IoBuf::Frame(self.frame.take().expect("the sum of raw pages is here")),
@@ -166,28 +162,15 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
             return false;
         }
         let home = self.choose_copy(remote, group, transfer, transfer.tried);
-        let port = |(_, home): (u8, Member)| &self.ports[remote.pool.port(home.server)];
-        let (is_fine, is_prompt) =
-            (home.map(port)).map_or((false, false), |port| (port.is_fine(), port.is_prompt()));
-        if !is_fine && self.aim_open_decoding(remote, transfer)
-            || !is_prompt && self.aim_prompt_decoding(remote, transfer)
-        {
+        let is_fine =
+            |(_, home): &(u8, Member)| self.ports[remote.pool.port(home.server)].is_fine();
+        if !home.as_ref().is_some_and(is_fine) && self.aim_decoding(remote, transfer, Way::Open) {
             return true;
         }
         if let Some(home) = home {
             transfer.aim(home);
         }
         home.is_some()
-    }
-
-    /// Directs a READ to the sources of a decoding whose channels are open. False if there are too
-    /// few.
-    pub(super) fn aim_open_decoding(
-        &mut self,
-        remote: &RemoteStore,
-        transfer: &mut SlotTransfer,
-    ) -> bool {
-        self.aim_decoding(remote, transfer, Way::Open)
     }
 
     /// Directs a READ to the sources of a decoding. False if there are too few.
@@ -280,7 +263,6 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
                 self.stop_decoding(run, part);
                 run.parts[part].task = Task::Fetch(transfer);
             }
-            Err(_) if self.take_hedge_back(place, run) => {}
             Err(error) => {
                 self.stop_decoding(run, part);
                 run.fail(part, no_memory(&store, error));
@@ -304,7 +286,6 @@ impl<R, F: RunBuffer> IoQueue<R, F> {
                 server,
                 port: remote.pool.port(server),
                 bytes: transfer.bytes,
-                seen: None,
             };
             let Some((tag, buf)) = self.sources.begin(source, self.polls)? else {
                 continue;

@@ -235,7 +235,6 @@ impl<R, F: RunBuffer> IoRun<R, F> {
                 Some(outlook) => self.read_another(part, transfer, outlook),
                 None => {
                     self.note_right(remote, transfer);
-                    self.tally.hedges_won += u64::from(self.parts[part].late.is_some());
                     false
                 }
             };

@@ -23,7 +23,6 @@ use std::{
 use crossbeam_channel::{Receiver, TryRecvError};
 use farpage_fabric::{Buf, Busy, Channel, ChannelError, ConnectError, ExtentId, Line, Op, Session};
 
-use super::pace::Pace;
 use crate::{blocking::Waker, health::ServerHealth, place::SlotSpan, pool::SlotPool};
 
 /// Pause between two attempts to open a channel: doubled from the first to the last.
@@ -45,19 +44,6 @@ pub(super) struct Port<B> {
     in_doubt: Vec<(Arc<DoubtfulSlots>, Option<ExtentId>)>,
     /// True if a copy was passed over because the port is closed.
     is_wanted: bool,
-    /// Time of the first look at the channel. `None` before.
-    opened: Option<Instant>,
-    /// Time of the last look before which the channel had an answer.
-    heard: Instant,
-    /// True if the channel had an answer since that look.
-    is_heard: bool,
-    /// Time after which a request was sent that the server answered.
-    proof: Option<Instant>,
-    /// Number of channels that were given up since the last answer in time.
-    give_ups: u32,
-    /// True if the channel was given up.
-    is_given_up: bool,
-    pace: Pace,
     /// Health of all servers, and the number of this one. `None` for a stand-in.
     health: Option<(Arc<ServerHealth>, usize)>,
 }
@@ -163,13 +149,6 @@ impl<B: Buf> Port<B> {
             has_failed_to_open: false,
             in_doubt: Vec::new(),
             is_wanted: false,
-            opened: None,
-            heard: Instant::now(),
-            is_heard: false,
-            proof: None,
-            give_ups: 0,
-            is_given_up: false,
-            pace: Pace::default(),
             health: None,
         }
     }
@@ -186,96 +165,6 @@ impl<B: Buf> Port<B> {
     pub(super) fn is_fine(&self) -> bool {
         let is_fine = |(health, server): &(Arc<ServerHealth>, usize)| health.is_fine(*server);
         self.health.as_ref().is_none_or(is_fine)
-    }
-
-    /// True if the server is neither suspect nor slow.
-    pub(super) fn is_prompt(&self) -> bool {
-        let is_prompt = |(health, server): &(Arc<ServerHealth>, usize)| health.is_prompt(*server);
-        self.health.as_ref().is_none_or(is_prompt)
-    }
-
-    /// Notes that an answer is half late: the server is slow.
-    pub(super) fn note_late(&self) {
-        self.note(ServerHealth::late);
-    }
-
-    /// Notes a request for a page with copies. That to a slow server is a probe.
-    pub(super) fn note_asked(&self) {
-        self.note(ServerHealth::probed);
-    }
-
-    /// Notes that the channel had an answer.
-    pub(super) fn note_heard(&mut self) {
-        self.is_heard = true;
-    }
-
-    /// Notes an answer to a request that a look has first seen `at` this time, `took` ago. A
-    /// request that no look has seen was sent after the last look, and took no time.
-    pub(super) fn answered(&mut self, at: Instant, took: Duration) {
-        self.proof = self.proof.max(Some(at));
-        if self.pace.note(took, at + took) {
-            self.give_ups = 0;
-            self.note(ServerHealth::in_time);
-        }
-    }
-
-    /// True if the server has answered a request that was sent after this time.
-    pub(super) fn has_answered(&self, since: Instant) -> bool {
-        self.is_open() && self.proof.is_some_and(|proof| proof >= since)
-    }
-
-    /// Notes the time if the channel had an answer since the last look.
-    pub(super) fn note_look(&mut self, now: Instant) {
-        if std::mem::take(&mut self.is_heard) || self.opened.is_none() {
-            self.heard = now;
-        }
-        self.opened.get_or_insert(now);
-    }
-
-    /// Returns the time after which an answer of the server is late.
-    pub(super) fn patience(&self) -> Duration {
-        self.pace.patience()
-    }
-
-    /// Returns the time of the first look at the channel.
-    pub(super) fn opened(&self) -> Option<Instant> {
-        self.opened
-    }
-
-    /// Returns the number of channels that were given up since the last answer in time.
-    pub(super) fn give_ups(&self) -> u32 {
-        self.give_ups
-    }
-
-    /// Returns the time of the look behind the channel's last answer, or of the first look.
-    pub(super) fn heard(&self) -> Instant {
-        self.heard
-    }
-
-    /// Takes the buffer of a READ back. See [`Channel::exchange`].
-    pub(super) fn exchange(&mut self, tag: u64, other: (u64, B)) -> Result<B, B> {
-        match &mut self.state {
-            PortState::Open { channel, .. } => channel.exchange(tag, other),
-            _ => Err(other.1),
-        }
-    }
-
-    /// Takes a request back that was not posted.
-    pub(super) fn take_back(&mut self, tag: u64) -> Option<B> {
-        let at = self.backlog.iter().position(|op| op.tag == tag)?;
-        self.backlog.remove(at).map(|op| op.buf)
-    }
-
-    /// Gives a channel up whose server is silent. False if that was done before.
-    pub(super) fn give_up_channel(&mut self, silent: Duration) -> bool {
-        if let PortState::Open { channel, .. } = &mut self.state
-            && !std::mem::replace(&mut self.is_given_up, true)
-        {
-            channel.give_up(silent);
-            self.give_ups += 1;
-            return true;
-        }
-        false
     }
 
     /// Asks for a channel if there is none. The next [`recover`](Self::recover) opens the channel.
@@ -355,7 +244,6 @@ impl<B: Buf> Port<B> {
                     self.in_doubt.clear();
                     self.is_wanted = false;
                     self.has_failed_to_open = false;
-                    (self.opened, self.is_given_up) = (None, false);
                     self.note(ServerHealth::succeeded);
                 }
                 Ok(Err(error)) => {

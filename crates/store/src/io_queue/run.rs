@@ -23,7 +23,7 @@ use crate::{
 /// the second-level cache. A larger page is one operation. Measured over shm: READ and hash of 512
 /// KiB take a quarter less time in pieces of 64 to 128 KiB than as a whole; over tcp the pieces
 /// travel as one batch, and their length makes no difference.
-pub(super) const READ_BYTES_MAX: u32 = 128 << 10;
+const READ_BYTES_MAX: u32 = 128 << 10;
 
 /// A local buffer that holds the bytes of a run of pages and can be cut between them and put
 /// together again. Never registered with a network adapter: its pages circulate, and pinned pages
@@ -158,10 +158,6 @@ pub(super) struct RunPart<F> {
     /// Sum of the sources of an encoded page. That of raw pages is in `frame`.
     pub(super) sum: Option<RegBuf>,
     pub(super) task: Task,
-    /// Time of the first [look](super::hedge) that found the request under way.
-    pub(super) seen: Option<Instant>,
-    /// Tag of the late READ whose answer still counts if it comes first.
-    pub(super) late: Option<u64>,
     /// True if the pages were given other slots because a copy of the first ones missed a WRITE.
     pub(super) has_moved: bool,
 }
@@ -318,8 +314,6 @@ impl<R, F: RunBuffer> IoRun<R, F> {
             frame: Some(frame),
             sum: None,
             task: Task::Held(entry),
-            seen: None,
-            late: None,
             has_moved: false,
         });
         Self {
@@ -388,8 +382,6 @@ impl<R, F: RunBuffer> IoRun<R, F> {
             frame: None,
             sum: None,
             task,
-            seen: None,
-            late: None,
             has_moved: false,
         });
     }
@@ -419,8 +411,6 @@ impl<R, F: RunBuffer> IoRun<R, F> {
             frame: Some(frame.split_off(pages * page_bytes)),
             sum: None,
             task: Task::Raw,
-            seen: None,
-            late: None,
             has_moved: part.has_moved,
         };
         part.pages = pages;

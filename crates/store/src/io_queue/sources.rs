@@ -7,8 +7,6 @@
 //! long READs do not wait behind all short ones. Choosing extents and summing them up is left to
 //! `decode.rs`.
 
-use std::time::Instant;
-
 use farpage_fabric::regmem::{RegBuf, RegError, RegPool};
 
 use crate::roster::SERVERS_MAX;
@@ -31,8 +29,6 @@ pub(super) struct SourceRead {
     /// Number of the server's port.
     pub(super) port: usize,
     pub(super) bytes: u32,
-    /// Time of the first [look](super::hedge) that found the READ under way.
-    pub(super) seen: Option<Instant>,
 }
 
 /// READs of sources on one server.
@@ -152,37 +148,10 @@ impl SourceReads {
         TAG_BIT | number as u64
     }
 
-    /// Returns tags among which are those of all READs that have not ended.
-    pub(super) fn tags(&self) -> impl Iterator<Item = u64> + use<> {
-        (0..self.reads.len() as u64).map(|number| TAG_BIT | number)
-    }
-
-    /// Returns the READ with a tag, unless it has ended.
-    pub(super) fn find(&self, tag: u64) -> Option<SourceRead> {
-        self.reads[(tag & !TAG_BIT) as usize]
-    }
-
-    /// True if a short READ takes a prepared buffer, or none.
-    pub(super) fn is_prepared(&self) -> bool {
-        self.prepared > 0
-    }
-
-    /// True if a READ that nobody waits for is under way at a port.
-    pub(super) fn is_asked(&self, port: usize) -> bool {
-        let mut reads = self.reads.iter().flatten();
-        reads.any(|read| read.port == port && read.owner.is_none())
-    }
-
-    /// Notes that a look finds the READ with a tag under way.
-    pub(super) fn see(&mut self, tag: u64, now: Instant) {
-        if let Some(read) = &mut self.reads[(tag & !TAG_BIT) as usize] {
-            read.seen.get_or_insert(now);
-        }
-    }
-
     /// Returns the READ with a tag.
     pub(super) fn get(&self, tag: u64) -> SourceRead {
-        self.find(tag).expect("a READ that has not ended is here")
+        let read = self.reads[(tag & !TAG_BIT) as usize];
+        read.expect("a READ that has not ended is here")
     }
 
     /// Ends a READ, and keeps its buffer if that was prepared.
@@ -228,7 +197,6 @@ mod tests {
             server: 0,
             port,
             bytes: bytes as u32,
-            seen: None,
         }
     }
 

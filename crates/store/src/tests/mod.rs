@@ -8,7 +8,6 @@ mod damage;
 mod decoding;
 mod drains;
 mod full;
-mod hedges;
 mod lossy;
 mod named;
 mod outages;
