@@ -209,12 +209,12 @@ impl Arena {
         let mut ranges = self.ranges();
         loop {
             if let Some(first) = ranges.take(pages, fit, aligned) {
-                if !is_idle {
+                if is_idle {
+                    ranges.set_idle(&(first..first + pages), true);
+                } else {
                     ranges = self.admit(ranges, first, pages)?;
                 }
-                let made = self.allocated(&mut ranges, first, pages);
-                ranges.set_idle(&(first..first + pages), is_idle);
-                return Ok(made);
+                return Ok(self.allocated(&mut ranges, first, pages));
             }
             let Some((first, pages)) = ranges.kept.pop() else {
                 return Err(self.full(&ranges, bytes));
@@ -267,13 +267,12 @@ impl Arena {
         let mut ranges = self.ranges();
         let pages = ranges.allocated.remove(&first);
         let pages = pages.unwrap_or_else(|| panic!("no allocation begins at {allocation:p}"));
-        let has_idle = !ranges.idle(&(first..first + pages)).is_empty();
-        ranges.forget(first..first + pages);
+        let had_idle = ranges.forget(first..first + pages);
         let (mut outcome, mut freed) = (Ok(()), Some((first, pages)));
         // Memory that the kernel may still read must not be written by a next owner.
-        let bytes = first * self.page_bytes..(first + pages) * self.page_bytes;
+        let bytes = self.bytes_of(first..first + pages);
         // Memory without access is not for a next owner, and does not count.
-        if has_idle || self.region.is_zero_copy(bytes) {
+        if had_idle || self.region.is_zero_copy(bytes) {
             return self.free_under(ranges, first..first + pages);
         }
         while let Some((first, pages)) = ranges.kept.put(freed.take()) {
@@ -495,7 +494,7 @@ impl Arena {
     #[doc(hidden)]
     pub unsafe fn regain(&self, addresses: Range<usize>) -> Result<(), PageError> {
         let pages = self.whole_pages(&addresses);
-        let bytes = self.whole_bytes(&addresses);
+        let bytes = self.bytes_of(pages.clone());
         self.region.mapped.with(|mapped| mapped.regain(bytes))?;
         self.ranges().set_idle(&pages, false);
         Ok(())
@@ -650,7 +649,7 @@ impl Arena {
     fn discard_pages(&self, pages: Range<usize>) -> Result<(), PageError> {
         // Must be noted before the pages are gone.
         self.note_touched();
-        let bytes = pages.start * self.page_bytes..pages.end * self.page_bytes;
+        let bytes = self.bytes_of(pages.clone());
         // SAFETY: the pages are no allocation's, and not free for one before they are given back.
         let discarded = unsafe { self.region.discard_shared(bytes.clone()) };
         let mut ranges = self.ranges();
@@ -694,8 +693,7 @@ impl Arena {
 
     /// Returns the offsets of the whole pages at `addresses`.
     fn whole_bytes(&self, addresses: &Range<usize>) -> Range<usize> {
-        let pages = self.whole_pages(addresses);
-        pages.start * self.page_bytes..pages.end * self.page_bytes
+        self.bytes_of(self.whole_pages(addresses))
     }
 
     fn pages(&self, bytes: usize) -> usize {

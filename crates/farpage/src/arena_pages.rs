@@ -134,10 +134,13 @@ impl Ranges {
         cut
     }
 
-    /// Counts pages out that are no allocation's any more.
-    pub(crate) fn forget(&mut self, pages: Range<usize>) {
+    /// Counts pages out that are no allocation's any more. Returns whether some of them needed no
+    /// memory.
+    pub(crate) fn forget(&mut self, pages: Range<usize>) -> bool {
         self.allocated_pages -= pages.len();
+        let idle_before = self.idle_pages;
         self.set_idle(&pages, false);
+        self.idle_pages < idle_before
     }
 
     /// Returns the number of allocated pages that may need memory.
@@ -161,6 +164,9 @@ impl Ranges {
 
     /// Notes whether allocated `pages` need no memory.
     pub(crate) fn set_idle(&mut self, pages: &Range<usize>, is_idle: bool) {
+        if !is_idle && self.idle_pages == 0 {
+            return;
+        }
         let before = self.idle(pages).iter().map(Range::len).sum::<usize>();
         let now = if is_idle { pages.len() } else { 0 };
         self.idle.change(pages, |fact| *fact = is_idle);

@@ -269,7 +269,7 @@ impl Arena {
         idle.into_iter().map(|pages| self.bytes_of(pages)).collect()
     }
 
-    fn bytes_of(&self, pages: Range<usize>) -> Range<usize> {
+    pub(crate) fn bytes_of(&self, pages: Range<usize>) -> Range<usize> {
         pages.start * self.page_bytes..pages.end * self.page_bytes
     }
 
