@@ -80,10 +80,7 @@ pub(super) fn begin_paging(
     };
     kept.iter().try_for_each(begin).map_err(|error| {
         for part in &kept {
-            for (shard, stripe) in stripes_within(shards.len(), address, geometry, part) {
-                let uffd = shards[shard.0].fence.uffd();
-                let _ = uffd.unregister(stripe.start, stripe.len());
-            }
+            unregister(shards, address, geometry, part);
             // SAFETY: the region's addresses, which are memory of the kernel's own again.
             let _ = unsafe { sys::madvise(part.start, part.len(), libc::MADV_DOFORK) };
         }
@@ -108,10 +105,7 @@ pub(super) fn unmap(shards: &[KernelShard], address: usize, geometry: &Geometry)
         // SAFETY: the region's, which the caller gives up; the program has not unmapped it.
         let _ = unsafe { sys::protect(part.start, part.len(), libc::PROT_NONE) };
         // 2. No faults: otherwise this thread would wait for its own message to be read.
-        for (shard, stripe) in stripes_within(shards.len(), address, geometry, &part) {
-            let uffd = shards[shard.0].fence.uffd();
-            let _ = uffd.unregister(stripe.start, stripe.len());
-        }
+        unregister(shards, address, geometry, &part);
         // 3. No mapping.
         // SAFETY: the region's, which the caller gives up; the program has not unmapped it.
         unsafe { sys::release(part.start, part.len()) };
@@ -220,6 +214,19 @@ fn register(
         uffd.register(stripe.start, stripe.len(), mode)?;
     }
     Ok(())
+}
+
+/// Takes each stripe of `addresses` of a region back from its shard.
+fn unregister(
+    shards: &[KernelShard],
+    address: usize,
+    geometry: &Geometry,
+    addresses: &Range<usize>,
+) {
+    for (shard, stripe) in stripes_within(shards.len(), address, geometry, addresses) {
+        let uffd = shards[shard.0].fence.uffd();
+        let _ = uffd.unregister(stripe.start, stripe.len());
+    }
 }
 
 /// Returns the parts of `within`, addresses of a region, that belong to one shard each.
